@@ -1,0 +1,251 @@
+"""What goes into an engine and what comes out: `Request`, `SamplingParams`, `Event`, `Completion`.
+
+Both engines take and give these and nothing else, so a test or a server can swap one for the other. They
+hold token ids, never text: stop strings are carried here and matched above the engine, where text exists.
+Everything is validated once, when it is made, with a `ValueError` naming the field, the value and the range.
+
+Proof: tests/test_request.py. Story: engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Protocol
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_N = 128
+SEED_RANGE = (-(2**63), 2**63 - 1)
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to turn a request's logits into its tokens.
+
+    Order of work on a row of logits [V] (float64): repetition, presence and frequency penalties; `logit_bias`;
+    EOS and stop ids masked while fewer than `min_tokens` tokens exist; greedy choice if `temperature` is 0
+    (lowest id among ties); else divide by temperature, keep by `min_p`, `top_k`, `top_p`, and draw.
+    `seed` None lets the engine choose one at submit; any int64 is a seed of its own, negative ones included.
+    `max_tokens` None means up to the model's length limit. `stop_token_ids` end a request even with
+    `ignore_eos`. `logprobs` None asks for none; k asks for the chosen token's and the k most likely ones', taken
+    from the raw logits before any of the work above.
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        _integer("max_tokens", self.max_tokens, 1, None, optional=True)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _integer("top_k", self.top_k, 0, None)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _integer("seed", self.seed, *SEED_RANGE, optional=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        _integer("n", self.n, 1, MAX_N)
+        object.__setattr__(self, "logit_bias", MappingProxyType(_checked_bias(self.logit_bias)))
+        object.__setattr__(self, "stop", _checked_stop(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, None)
+
+    @property
+    def greedy(self) -> bool:
+        """True when the highest logit is taken and no random number is drawn."""
+        return self.temperature == 0.0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse ids that the model cannot emit; called once, by `submit`.
+
+        Raises:
+            ValueError: naming `logit_bias` or `stop_token_ids` and the range 0..vocab_size - 1.
+        """
+        for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token in tokens:
+                _integer(name, token, 0, vocab_size - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to be continued: its token ids, how to sample, and an id that is unique while it is open."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    id: str = "request"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_ids", tuple(self.prompt_ids))
+        if not self.prompt_ids:
+            raise ValueError("prompt_ids: empty; at least one token is needed to compute a next one")
+        for token in self.prompt_ids:
+            _integer("prompt_ids", token, 0, None)
+
+    def expand(self) -> list[Request]:
+        """`n` requests of one answer each; answer i has id `<id>-i` and seed + i (wrapped to int64)."""
+        if self.params.n == 1:
+            return [self]
+        low = SEED_RANGE[0]
+        children = []
+        for i in range(self.params.n):
+            seed = None if self.params.seed is None else (self.params.seed + i - low) % 2**64 + low
+            children.append(Request(self.prompt_ids, replace(self.params, n=1, seed=seed), f"{self.id}-{i}"))
+        return children
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one position: the chosen token's, its rank (1 = most likely), the top k's."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first, ties by lower id
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One new token of one request, or its end. The event with a `finish_reason` is the request's last.
+
+    `token_id` is None only when a request ends without a token (`abort`, `error`).
+    """
+
+    request_id: str
+    token_id: int | None
+    finish_reason: str | None = None
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Completion:
+    """A finished request: every token it emitted (its EOS included) and why it ended."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+
+    def add(self, event: Event) -> None:
+        """Append one event of this request."""
+        if event.token_id is not None:
+            self.token_ids.append(event.token_id)
+        if event.logprobs is not None:
+            self.logprobs.append(event.logprobs)
+        self.finish_reason, self.error = event.finish_reason, event.error
+
+
+class Engine(Protocol):
+    """What a server or a test may ask of an engine; both engines keep it to the letter."""
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens, prompt and answer together, that one request may have."""
+
+    @property
+    def has_work(self) -> bool:
+        """True while any request is waiting or running."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request of one answer. Raises ValueError when it can never run; the engine is unchanged."""
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, whatever its state; the next `step` returns its `abort` event. Unknown ids do nothing."""
+
+    def step(self) -> list[Event]:
+        """Advance the open requests by one token each, as far as the engine's policy allows."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counts for people and metrics: at least `running`, `waiting`, `kv_tokens`, `kv_capacity_tokens`."""
+
+
+def validate_submit(request: Request, *, vocab_size: int, max_model_len: int, open_ids: Mapping[str, Any]) -> None:
+    """The checks both engines make before they take a request.
+
+    Raises:
+        ValueError: naming the field, its value and the range allowed.
+    """
+    params = request.params
+    if request.id in open_ids:
+        raise ValueError(f"id: {request.id!r} is already open")
+    if params.n != 1:
+        raise ValueError(f"n: {params.n} must be expanded before submit (Request.expand)")
+    if params.stop:
+        raise ValueError("stop: strings are matched above the engine, where there is text; submit without them")
+    for token in request.prompt_ids:
+        _integer("prompt_ids", token, 0, vocab_size - 1)
+    params.check_vocabulary(vocab_size)
+    length, wanted = len(request.prompt_ids), params.max_tokens or 1
+    if length + wanted > max_model_len:
+        raise ValueError(
+            f"max_tokens: prompt of {length} tokens + max_tokens {wanted} = {length + wanted} "
+            f"exceeds the length limit of {max_model_len} tokens"
+        )
+
+
+def generate(engine: Engine, requests: list[Request]) -> list[Completion]:
+    """Run requests to their end on an idle engine; completions come in the order given, n answers each."""
+    open_completions: dict[str, Completion] = {}
+    for parent in requests:
+        for child in parent.expand():
+            engine.submit(child)
+            open_completions[child.id] = Completion(child.id, child.prompt_ids)
+    while engine.has_work:
+        for event in engine.step():
+            open_completions[event.request_id].add(event)
+    return list(open_completions.values())
+
+
+def _integer(name: str, value: Any, low: int | None, high: int | None, *, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or (low is not None and value < low) or (high is not None and value > high):
+        raise ValueError(f"{name}: {value!r} is not an integer in {_range(low, high)}")
+
+
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    real = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not real or value < low or value > high or (open_low and value == low):
+        raise ValueError(f"{name}: {value!r} is not a number in {'(' if open_low else '['}{low}, {high}]")
+
+
+def _range(low: int | None, high: int | None) -> str:
+    return f"{'..' if low is None else low}..{'' if high is None else high}"
+
+
+def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
+    for token, value in bias.items():
+        _integer("logit_bias key", token, 0, None)
+        _number(f"logit_bias[{token}]", value, -100.0, 100.0)
+    return dict(bias)
+
+
+def _checked_stop(stop: Any) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(strings) > MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in strings):
+        raise ValueError(f"stop: {stop!r} is not up to {MAX_STOP_STRINGS} non-empty strings")
+    return strings

@@ -1,0 +1,38 @@
+"""Test settings: gates at full, Hypothesis profiles, one torch thread count, and the shared tiny models."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("NANOSERVE_GATES", "full")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from gates import set_level
+
+COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+settings.register_profile("dev", max_examples=25, **COMMON)
+settings.register_profile("ci", max_examples=60, derandomize=True, **COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+@pytest.fixture(autouse=True)
+def full_gates():
+    """Every test runs with gates at full, and a test that changed the level does not leak it."""
+    set_level("full")
+    yield
+    set_level("full")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A GPU test without a GPU is skipped, and says what would run it."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA device here; on a machine with one: pytest -m gpu")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
