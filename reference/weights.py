@@ -17,6 +17,10 @@ from torch import Tensor
 from reference.config import ModelConfig
 
 
+class WeightsError(ValueError):
+    """Weights that are not what the config says, or cannot be read. The message names the file or the tensor."""
+
+
 @dataclass(slots=True)
 class LayerWeights:
     """One transformer block. M hidden size, F feed-forward size, H query heads, K K/V heads, D head size."""
