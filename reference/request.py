@@ -9,8 +9,7 @@ Proof: tests/test_request.py. Story: engine.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_N = 128
+LOGPROB_FLOOR = -9999.0  # an impossible token's log probability is -inf, which JSON cannot hold
 SEED_RANGE = (-(2**63), 2**63 - 1)
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -27,13 +27,26 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 class SamplingParams:
     """How to turn a request's logits into its tokens.
 
-    Order of work on a row of logits [V] (float64): repetition, presence and frequency penalties; `logit_bias`;
-    EOS and stop ids masked while fewer than `min_tokens` tokens exist; greedy choice if `temperature` is 0
-    (lowest id among ties); else divide by temperature, keep by `min_p`, `top_k`, `top_p`, and draw.
+    Order of work on a row of logits [V], in float64:
+
+    1. `repetition_penalty` on every id of prompt and answer (a positive logit divided, another multiplied);
+       `presence_penalty` once and `frequency_penalty` per occurrence, on ids of the answer alone.
+    2. `logit_bias` added; then EOS and stop ids masked while fewer than `min_tokens` tokens exist.
+    3. `temperature` 0: the highest logit, lowest id among ties. Else softmax((logits - max) / temperature).
+    4. `min_p` keeps p >= min_p * max(p); `top_k` keeps the k first in the order (p descending, id ascending);
+       `top_p` keeps the shortest prefix of that order whose share of the mass still kept reaches top_p.
+    5. The first kept id, in id order, at which the running mass exceeds u times the mass kept.
+
+    u is uniform in [0, 1) and a function of (seed, position) alone: Philox4x32-10 with the seed's 64 bits as key
+    and (position low, position high, 0, 0) as counter gives words x0, x1, x2, x3, and u is the upper 53 bits of
+    x1 * 2**32 + x0, over 2**53. `position` is the index in the sequence of the token drawn (the first: the
+    prompt's length), so neighbours, rows, preemption and recompute change nothing.
+
     `seed` None lets the engine choose one at submit; any int64 is a seed of its own, negative ones included.
     `max_tokens` None means up to the model's length limit. `stop_token_ids` end a request even with
     `ignore_eos`. `logprobs` None asks for none; k asks for the chosen token's and the k most likely ones', taken
-    from the raw logits before any of the work above.
+    from the raw logits before any of the work above and never below `LOGPROB_FLOOR`. A row whose raw logits hold
+    NaN or +inf, or in which every id is masked, ends its own request with finish reason `error`.
     """
 
     max_tokens: int | None = 16
@@ -45,7 +58,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -60,7 +73,7 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
         _integer("seed", self.seed, *SEED_RANGE, optional=True)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)  # smaller would overflow a logit
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
@@ -68,9 +81,7 @@ class SamplingParams:
         _integer("n", self.n, 1, MAX_N)
         object.__setattr__(self, "logit_bias", MappingProxyType(_checked_bias(self.logit_bias)))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, None)
+        object.__setattr__(self, "stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
 
     @property
     def greedy(self) -> bool:
@@ -97,11 +108,11 @@ class Request:
     id: str = "request"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt_ids", tuple(self.prompt_ids))
+        object.__setattr__(self, "prompt_ids", _checked_ids("prompt_ids", self.prompt_ids))
         if not self.prompt_ids:
             raise ValueError("prompt_ids: empty; at least one token is needed to compute a next one")
-        for token in self.prompt_ids:
-            _integer("prompt_ids", token, 0, None)
+        if not isinstance(self.id, str):
+            raise ValueError(f"id: {self.id!r} is not a string")
 
     def expand(self) -> list[Request]:
         """`n` requests of one answer each; answer i has id `<id>-i` and seed + i (wrapped to int64)."""
@@ -198,21 +209,35 @@ def validate_submit(request: Request, *, vocab_size: int, max_model_len: int, op
     for token in request.prompt_ids:
         _integer("prompt_ids", token, 0, vocab_size - 1)
     params.check_vocabulary(vocab_size)
-    length, wanted = len(request.prompt_ids), params.max_tokens or 1
-    if length + wanted > max_model_len:
+    length = len(request.prompt_ids)
+    if length >= max_model_len:
         raise ValueError(
-            f"max_tokens: prompt of {length} tokens + max_tokens {wanted} = {length + wanted} "
-            f"exceeds the length limit of {max_model_len} tokens"
+            f"prompt_ids: {length} tokens leave no room for an answer; the length limit is {max_model_len} tokens"
+        )
+    if params.max_tokens is not None and length + params.max_tokens > max_model_len:
+        raise ValueError(
+            f"max_tokens: {params.max_tokens} after a prompt of {length} tokens is {length + params.max_tokens}; "
+            f"the length limit is {max_model_len} tokens"
         )
 
 
 def generate(engine: Engine, requests: list[Request]) -> list[Completion]:
-    """Run requests to their end on an idle engine; completions come in the order given, n answers each."""
+    """Run requests to their end on an idle engine; completions come in the order given, n answers each.
+
+    Raises:
+        ValueError: one of them can never run; those taken before it are aborted, and the engine is idle again.
+    """
     open_completions: dict[str, Completion] = {}
-    for parent in requests:
-        for child in parent.expand():
+    try:
+        for child in (child for parent in requests for child in parent.expand()):
             engine.submit(child)
             open_completions[child.id] = Completion(child.id, child.prompt_ids)
+    except ValueError:
+        for request_id in open_completions:
+            engine.abort(request_id)
+        while engine.has_work:
+            engine.step()
+        raise
     while engine.has_work:
         for event in engine.step():
             open_completions[event.request_id].add(event)
@@ -228,8 +253,9 @@ def _integer(name: str, value: Any, low: int | None, high: int | None, *, option
 
 
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    real = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not real or value < low or value > high or (open_low and value == low):
+    # A comparison with NaN is false, and one with a huge int cannot overflow, as math.isfinite would.
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not real or not low <= value <= high or (open_low and value == low):
         raise ValueError(f"{name}: {value!r} is not a number in {'(' if open_low else '['}{low}, {high}]")
 
 
@@ -237,7 +263,18 @@ def _range(low: int | None, high: int | None) -> str:
     return f"{'..' if low is None else low}..{'' if high is None else high}"
 
 
-def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
+def _checked_ids(name: str, ids: Any) -> tuple[int, ...]:
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        raise ValueError(f"{name}: {ids!r} is not a sequence of token ids")
+    tokens = tuple(ids)
+    for token in tokens:
+        _integer(name, token, 0, None)
+    return tokens
+
+
+def _checked_bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias: {bias!r} is not a mapping of token ids to numbers")
     for token, value in bias.items():
         _integer("logit_bias key", token, 0, None)
         _number(f"logit_bias[{token}]", value, -100.0, 100.0)
@@ -245,6 +282,8 @@ def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
 
 
 def _checked_stop(stop: Any) -> tuple[str, ...]:
+    if not isinstance(stop, Iterable):
+        raise ValueError(f"stop: {stop!r} is not up to {MAX_STOP_STRINGS} non-empty strings")
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(strings) > MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in strings):
         raise ValueError(f"stop: {stop!r} is not up to {MAX_STOP_STRINGS} non-empty strings")
