@@ -315,7 +315,7 @@ def test_gate_rejects_a_row_that_draws_at_its_neighbours_position():
 
 def test_gate_rejects_a_draw_at_a_position_counted_without_the_prompt():
     params = SamplingParams(temperature=0)
-    with pytest.raises(GateError, match=r"gate sampling\.draw_position: draws at position 1, its request holds 4 tokens"):
+    with pytest.raises(GateError, match=r"draw_position: draws at position 1, its request holds 4 tokens"):
         sample(masses(1.0), params, prompt_ids=[0, 0, 0], output_ids=[0], position=1, seed=0, eos_token_ids=[])
 
 
