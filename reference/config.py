@@ -63,8 +63,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
-            _require(getattr(self, name) > 0, name, f"{getattr(self, name)} is not a positive integer")
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+        for name in (*sizes, "max_positions", "rms_norm_eps", "rope_theta"):
+            _require(getattr(self, name) > 0, name, f"{getattr(self, name)} is not positive")
         _require(
             self.num_heads % self.num_kv_heads == 0,
             "num_key_value_heads",
@@ -96,23 +97,26 @@ class ModelConfig:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file; a model folder holds a config.json")
         generation = Path(folder) / "generation_config.json"
-        return cls.from_dict(
-            json.loads(path.read_text("utf-8")),
-            json.loads(generation.read_text("utf-8")) if generation.is_file() else {},
-        )
+        return cls.from_dict(_read_json(path), _read_json(generation) if generation.is_file() else {})
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-        """Build from the parsed `config.json` and `generation_config.json` (whose EOS ids win).
+        """Build from the parsed `config.json` and `generation_config.json` (whose EOS ids win when it has any).
+
+        A field that is absent has the default its family has in transformers.
 
         Raises:
             ConfigError: naming the field, its value and what is supported.
         """
         architecture = _architecture(raw)
-        _refuse_what_we_do_not_run(raw)
+        _refuse_what_we_do_not_run(raw, architecture)
         heads = _positive(raw, "num_attention_heads")
         hidden = _positive(raw, "hidden_size")
-        attention_bias = bool(raw.get("attention_bias", False))
+        head_dim = raw.get("head_dim") or (128 if architecture == "qwen3" else None)
+        _require(bool(head_dim) or hidden % heads == 0, "head_dim", f"absent, and hidden_size {hidden} / {heads} heads")
+        # Only these families read the switches; in the others transformers ignores them, and a bias is no tensor.
+        attention_bias = architecture in ("llama", "qwen3") and bool(raw.get("attention_bias"))
+        eos = (generation or {}).get("eos_token_id")
         return cls(
             architecture=architecture,
             vocab_size=_positive(raw, "vocab_size"),
@@ -121,24 +125,34 @@ class ModelConfig:
             num_layers=_positive(raw, "num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=_positive(raw, "num_key_value_heads", heads),
-            head_dim=_positive(raw, "head_dim", 128 if architecture == "qwen3" else hidden // heads),
+            head_dim=_positive(raw, "head_dim", head_dim or hidden // heads),
             max_positions=_positive(raw, "max_position_embeddings"),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=_number(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
             rope_theta=_rope_theta(raw),
             rope_scaling=_rope_scaling(raw),
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=attention_bias or architecture == "qwen2",
             output_bias=attention_bias,
-            mlp_bias=bool(raw.get("mlp_bias", False)),
+            mlp_bias=architecture == "llama" and bool(raw.get("mlp_bias")),
             qk_norm=architecture == "qwen3",
             bos_token_id=_token_ids(raw.get("bos_token_id"), "bos_token_id", one=True),
-            eos_token_ids=_token_ids((generation or {}).get("eos_token_id", raw.get("eos_token_id")), "eos_token_id"),
+            eos_token_ids=_token_ids(raw.get("eos_token_id") if eos is None else eos, "eos_token_id"),
         )
 
 
 def _require(fact: bool, field: str, message: str) -> None:
     if not fact:
         raise ConfigError(f"{field}: {message}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: holds a {type(raw).__name__}, not an object")
+    return raw
 
 
 def _architecture(raw: dict[str, Any]) -> str:
@@ -148,19 +162,33 @@ def _architecture(raw: dict[str, Any]) -> str:
     return known[0]
 
 
-def _refuse_what_we_do_not_run(raw: dict[str, Any]) -> None:
+def _refuse_what_we_do_not_run(raw: dict[str, Any], architecture: str) -> None:
     activation = raw.get("hidden_act", "silu")
     _require(activation == "silu", "hidden_act", f"{activation!r} is not 'silu'")
-    window = raw.get("sliding_window")
-    binds = raw.get("use_sliding_window", window is not None) and window is not None
-    reaches = binds and int(window or 0) < int(raw.get("max_position_embeddings", 0))
+    window = _sliding_window(raw, architecture)
+    reaches = window is not None and window < _positive(raw, "max_position_embeddings")
     _require(not reaches, "sliding_window", f"{window} is shorter than max_position_embeddings and not supported")
     other = sorted(set(raw.get("layer_types") or []) - {"full_attention"})
     _require(not other, "layer_types", f"{other} is not 'full_attention'")
     _require(not raw.get("quantization_config"), "quantization_config", "quantised checkpoints are not supported")
     # A multi-token or partial rotary would load and then be wrong without a word.
-    partial = float(raw.get("partial_rotary_factor", _rope_fields(raw).get("partial_rotary_factor", 1.0)) or 1.0)
-    _require(partial == 1.0, "partial_rotary_factor", f"{partial} is not 1.0")
+    for fields in (raw, _rope_fields(raw)):
+        partial = fields.get("partial_rotary_factor")
+        _require(partial in (None, 1), "partial_rotary_factor", f"{partial!r} is not 1.0")
+
+
+def _sliding_window(raw: dict[str, Any], architecture: str) -> int | None:
+    """The window in tokens that some layer would have, or None. Mistral has one unless its config says null."""
+    if architecture == "llama":
+        return None
+    if architecture == "mistral":
+        return None if raw.get("sliding_window", 4096) is None else _positive(raw, "sliding_window", 4096)
+    # From this layer on; where `layer_types` says it layer by layer, that decides (and is checked above).
+    first_layer = int(raw.get("max_window_layers", 28) or 0)
+    used = raw.get("use_sliding_window") and first_layer < _positive(raw, "num_hidden_layers")
+    if raw.get("layer_types"):
+        return None
+    return _positive(raw, "sliding_window", 4096) if used else None
 
 
 def _positive(raw: dict[str, Any], field: str, default: int | None = None) -> int:
@@ -173,14 +201,22 @@ def _positive(raw: dict[str, Any], field: str, default: int | None = None) -> in
 
 
 def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` (transformers 5) or `rope_scaling` (before): the same fields under two names."""
-    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    """`rope_scaling` (before transformers 5, and first where both are) or `rope_parameters`: the same fields."""
+    fields = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    nested = not isinstance(fields, dict) or any(isinstance(value, dict) for value in fields.values())
+    _require(not nested, "rope_parameters", f"{fields!r} is not one set of fields for all layers")
+    return fields
 
 
 def _rope_theta(raw: dict[str, Any]) -> float:
-    theta = raw.get("rope_theta", _rope_fields(raw).get("rope_theta", 10_000.0))
-    _require(isinstance(theta, (int, float)) and theta > 0, "rope_theta", f"{theta!r} is not a positive number")
-    return float(theta)
+    theta = _rope_fields(raw).get("rope_theta", raw.get("rope_theta"))
+    return _number(10_000.0 if theta is None else theta, "rope_theta")
+
+
+def _number(value: Any, field: str) -> float:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    _require(ok, field, f"{value!r} is not a positive number")
+    return float(value)
 
 
 def _rope_scaling(raw: dict[str, Any]) -> RopeScaling | None:
@@ -192,12 +228,13 @@ def _rope_scaling(raw: dict[str, Any]) -> RopeScaling | None:
     wanted = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     missing = [name for name in wanted if fields.get(name) is None]
     _require(not missing, "rope_scaling", f"rope_type 'llama3' needs {', '.join(missing)}")
-    factor, low, high, original = (fields[name] for name in wanted)
+    factor, low, high, original = (_number(fields[name], f"rope_scaling.{name}") for name in wanted)
     _require(factor >= 1 and high > low, "rope_scaling", f"factor {factor}, low {low}, high {high} are out of order")
-    return RopeScaling(float(factor), float(low), float(high), int(original))
+    return RopeScaling(factor, low, high, int(original))
 
 
 def _token_ids(value: Any, field: str, *, one: bool = False) -> Any:
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-    _require(all(isinstance(i, int) and i >= 0 for i in ids), field, f"{value!r} is not a token id or a list of them")
+    ok = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
+    _require(ok, field, f"{value!r} is not a token id or a list of them")
     return (ids[0] if ids else None) if one else ids

@@ -1,20 +1,25 @@
 """The tensors of a model, by role, held once and in the dtype they were rounded to.
 
 `ModelWeights` is what both engines compute from, so a lockstep test compares the same rounded numbers. This
-module knows files and shapes and no arithmetic: an engine casts to its own compute dtype.
+module knows roles and shapes; `checkpoint` and `gguf_file` know the two kinds of file, and neither does arithmetic
+that an engine would: an engine casts to its own compute dtype.
 
-Proof: tests/test_weights.py. Story: model.
+Gates: gates.weights. Proof: tests/test_weights.py. Story: model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from gates.weights import check_weights_finite, check_weights_shaped
 from reference.config import ModelConfig
+
+HELD_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class WeightsError(ValueError):
@@ -54,22 +59,110 @@ class ModelWeights:
     final_norm: Tensor  # [M]
     lm_head: Tensor  # [V, M]
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Every distinct tensor once, in reading order."""
-        yield self.embedding
-        for layer in self.layers:
+    def by_role(self) -> Iterator[tuple[str, Tensor]]:
+        """Every distinct tensor once with its role (`embedding`, `layers.3.q`, `final_norm`), in reading order."""
+        yield "embedding", self.embedding
+        for index, layer in enumerate(self.layers):
             for column in fields(layer):
                 tensor = getattr(layer, column.name)
                 if tensor is not None:
-                    yield tensor
-        yield self.final_norm
+                    yield f"layers.{index}.{column.name}", tensor
+        yield "final_norm", self.final_norm
         if self.lm_head is not self.embedding:
-            yield self.lm_head
+            yield "lm_head", self.lm_head
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every distinct tensor once, in reading order."""
+        return (tensor for _, tensor in self.by_role())
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all distinct tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor that lies in a file and has not been read. `read` gives memory of its own, in a held dtype."""
+
+    source: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+def load_weights(path: Path, config: ModelConfig, *, dtype: torch.dtype | None = None) -> ModelWeights:
+    """Read a model's weights from a folder of `*.safetensors` or from a `.gguf` file.
+
+    `dtype` None keeps what is stored, tensor by tensor (quantised GGUF blocks become float32); given, each tensor is
+    cast once as it is read, so no second copy of the model ever exists.
+
+    Raises:
+        WeightsError: a shard or tensor is missing, unexpected, damaged, of another shape than `config` says, or of a
+            dtype that cannot be held. The message names it.
+        FileNotFoundError: nothing lies at `path`.
+    """
+    # The readers take WeightsError and StoredTensor from this module, so it imports them late.
+    from reference.checkpoint import read_checkpoint_weights
+    from reference.gguf_file import read_gguf_weights
+
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    if path.is_dir():
+        return read_checkpoint_weights(path, config, dtype=dtype)
+    if path.suffix != ".gguf":
+        raise WeightsError(f"{path}: neither a folder of *.safetensors nor a .gguf file")
+    return read_gguf_weights(path, config, dtype=dtype)
+
+
+def assemble(
+    config: ModelConfig,
+    stored: Mapping[str, StoredTensor],
+    *,
+    name_of: Callable[[str], str],
+    dtype: torch.dtype | None = None,
+) -> ModelWeights:
+    """Turn the tensors of a file into a model's, after checking all names and shapes before the first is read.
+
+    `stored` holds every tensor of the checkpoint by its own name; `name_of` gives that name for a role. With tied
+    embeddings a stored head is accepted when it equals the embedding bit for bit, and is not kept.
+
+    Raises:
+        WeightsError: naming the tensors that are missing, unexpected, or of the wrong shape or dtype.
+    """
+    if dtype is not None and dtype not in HELD_DTYPES:
+        raise WeightsError(f"dtype: {dtype} is not one of {', '.join(map(str, HELD_DTYPES))}")
+    shapes = model_shapes(config)
+    head_name = name_of("lm_head")
+    _check_names(stored, {name_of(role): shape for role, shape in shapes.items()}, may_have=head_name)
+
+    def read(role: str) -> Tensor:
+        tensor = stored[name_of(role)].read()
+        return tensor if dtype is None else tensor.to(dtype)
+
+    embedding = read("embedding")
+    layers = [
+        LayerWeights(**{column: read(f"layers.{index}.{column}") for column in layer_shapes(config)})
+        for index in range(config.num_layers)
+    ]
+    final_norm = read("final_norm")
+    if config.tie_embeddings and head_name in stored and not torch.equal(read("lm_head"), embedding):
+        raise WeightsError(f"{head_name}: differs from the embedding, but tie_word_embeddings is true")
+    weights = ModelWeights(embedding, layers, final_norm, embedding if config.tie_embeddings else read("lm_head"))
+    check_weights_shaped(held={role: tuple(t.shape) for role, t in weights.by_role()}, configured=shapes)
+    check_weights_finite(tensors=dict(weights.by_role()))
+    return weights
+
+
+def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that this model has, by role (`embedding`, `layers.3.q`, `final_norm`, `lm_head`)."""
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (config.vocab_size, config.hidden_size)}
+    for index in range(config.num_layers):
+        shapes |= {f"layers.{index}.{column}": shape for column, shape in layer_shapes(config).items()}
+    shapes["final_norm"] = (config.hidden_size,)
+    if not config.tie_embeddings:
+        shapes["lm_head"] = (config.vocab_size, config.hidden_size)
+    return shapes
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -119,3 +212,20 @@ def random_weights(config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = t
     head_scale = 2.0 * config.hidden_size**-0.5
     lm_head = embedding if config.tie_embeddings else normal(config.vocab_size, config.hidden_size, scale=head_scale)
     return ModelWeights(embedding, layers, layer_tensor("final_norm", (config.hidden_size,)), lm_head)
+
+
+def _check_names(stored: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]], *, may_have: str) -> None:
+    missing = sorted(set(expected) - set(stored))
+    if missing:
+        raise WeightsError(f"missing from the checkpoint: {_listed(missing)}")
+    unexpected = sorted(set(stored) - set(expected) - {may_have})
+    if unexpected:
+        raise WeightsError(f"in {stored[unexpected[0]].source}, but not part of this model: {_listed(unexpected)}")
+    for name, shape in expected.items():
+        if stored[name].shape != shape:
+            found = list(stored[name].shape)
+            raise WeightsError(f"{name}: shape {found} in {stored[name].source}, the config says {list(shape)}")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
