@@ -1,0 +1,211 @@
+"""Every row's next token at once, from the logits and the per-row state, each row as if it were alone.
+
+Rows without work of their own (greedy, nothing added or masked) are one argmax over the raw logits. The rest are
+lifted to float64 and changed in place; only rows that asked for a penalty, a bias or a cut pay for it. A draw is a
+function of (seed, position), so it depends on no neighbour, row, bucket or preemption. A row without a usable number
+fails alone. It knows no block and no queue.
+
+Source of the draws: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+
+Gates: gates.sampling. Proof: tests/test_fast_sampling.py. Story: sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fast.rows import Rows
+from gates import FULL, enabled
+from gates.sampling import check_kept_set, check_token_allowed
+from reference.request import LOGPROB_FLOOR, TokenLogprobs
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """N rows' outcome, in the order asked for. A row that failed has `NO_TOKEN` and its error."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    errors: list[str | None]
+
+
+def sample_rows(
+    logits: Tensor,  # [N, V]
+    rows: Rows,
+    *,
+    index: Sequence[int],  # N: the row of the batch that each row of logits belongs to
+    positions: Sequence[int],  # N: the place, in its sequence, of the token chosen here
+) -> Sampled:
+    """Choose one token a row by the order of work that `SamplingParams` states."""
+    at = np.asarray(index, np.int64)
+    raw = _host(logits)
+    peak = raw.max(axis=1)  # hands a NaN on
+    usable, masked = peak < np.inf, peak == -np.inf
+    forbidden = [_forbidden(rows, row) for row in index]
+    # 1. Rows that take the highest raw logit; argmax takes the lowest id among ties.
+    tokens = raw.argmax(axis=1)
+    # 2. Rows with work of their own.
+    busy = np.flatnonzero(usable & _has_work(rows, at, forbidden))
+    if busy.size:
+        scores = raw[busy].astype(np.float64)
+        for score, n in zip(scores, busy, strict=True):
+            _change(score, rows, int(at[n]), forbidden[n])
+        masked[busy] = scores.max(axis=1) == -np.inf
+        scores[masked[busy]] = 0.0
+        tokens[busy] = _choose(scores, rows, at[busy], np.asarray(positions, np.int64)[busy])
+    # 3. What each row gets: a token, or the reason why there is none.
+    errors = [_error(bool(fine), bool(none_left)) for fine, none_left in zip(usable, masked, strict=True)]
+    chosen = [int(token) if error is None else NO_TOKEN for token, error in zip(tokens, errors, strict=True)]
+    good = [n for n, error in enumerate(errors) if error is None]
+    check_token_allowed(
+        token_ids=[chosen[n] for n in good],
+        vocab_size=raw.shape[1],
+        forbidden_ids=[forbidden[n] for n in good],
+    )
+    wanted = rows.logprobs[at]
+    asked = {n: _logprobs(raw[n], chosen[n], num_top=int(wanted[n])) for n in good if wanted[n] >= 0}
+    return Sampled(chosen, [asked.get(n) for n in range(len(chosen))], errors)
+
+
+def uniform(seeds: Ints, positions: Ints) -> Floats:  # [n], [n] -> [n]
+    """A number in [0, 1) for each (seed, position): 53 bits of Philox4x32-10, the same in any order and company."""
+    low32, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    key, count = seeds.astype(np.int64).view(np.uint64), positions.astype(np.int64).view(np.uint64)
+    k0, k1 = key & low32, key >> shift
+    x0, x1 = count & low32, count >> shift
+    x2 = x3 = np.zeros_like(x0)
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * x0, np.uint64(0xCD9E8D57) * x2  # 32 x 32 bits fit in 64
+        x0, x1, x2, x3 = (b >> shift) ^ x1 ^ k0, b & low32, (a >> shift) ^ x3 ^ k1, a & low32
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low32, (k1 + np.uint64(0xBB67AE85)) & low32
+    bits = (x1 << shift | x0) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
+
+
+def _host(logits: Tensor) -> NDArray[np.floating]:  # [N, V]
+    narrow = logits.dtype not in (torch.float32, torch.float64)  # numpy has no bfloat16
+    return (logits.float() if narrow else logits).cpu().numpy()
+
+
+def _forbidden(rows: Rows, row: int) -> tuple[int, ...]:
+    """The ids this row may not choose now: what would end an answer shorter than `min_tokens`."""
+    return rows.forbidden[row] if rows.sequence[row].num_generated < rows.min_tokens[row] else ()
+
+
+def _has_work(rows: Rows, at: Ints, forbidden: list[tuple[int, ...]]) -> NDArray[np.bool_]:  # [N]
+    own = [
+        rows.counts[row] is not None or rows.bias[row] is not None or bool(ids)
+        for row, ids in zip(at, forbidden, strict=True)
+    ]
+    return (rows.temperature[at] > 0.0) | np.array(own, np.bool_)
+
+
+def _change(score: Floats, rows: Rows, row: int, forbidden: tuple[int, ...]) -> None:  # [V], in place
+    """Penalties, then bias, then the mask; each touches the ids it names and no other."""
+    seen = rows.counts[row]
+    if seen is not None:
+        before, times = score[seen.ids], seen.counts
+        # Division lowers a positive logit, multiplication a negative one.
+        scaled = np.where(before > 0.0, before / rows.repetition[row], before * rows.repetition[row])
+        score[seen.ids] = scaled - np.where(times > 0.0, rows.presence[row] + rows.frequency[row] * times, 0.0)
+    if rows.bias[row] is not None:
+        ids, values = rows.bias[row]
+        score[ids] += values
+    if forbidden:
+        score[list(forbidden)] = -np.inf
+
+
+def _choose(scores: Floats, rows: Rows, at: Ints, positions: Ints) -> Ints:  # [n, V], [n], [n] -> [n]
+    tokens = scores.argmax(axis=1)
+    drawn = np.flatnonzero(rows.temperature[at] > 0.0)
+    if drawn.size:
+        at = at[drawn]
+        mass = _probabilities(scores[drawn], rows.temperature[at])
+        for one, row in zip(mass, at, strict=True):
+            _cut(one, min_p=rows.min_p[row], top_k=int(rows.top_k[row]), top_p=rows.top_p[row])
+            if enabled(FULL):
+                check_kept_set(num_kept=int(np.count_nonzero(one)), top_k=int(rows.top_k[row]))
+        tokens[drawn] = _draw(mass, uniform(rows.seed[at], positions[drawn]))
+    return tokens
+
+
+def _probabilities(scores: Floats, temperature: Floats) -> Floats:  # [n, V], [n] -> [n, V]
+    # The maximum goes first: 0 / temperature is 0 however small the temperature, and nothing overflows upwards.
+    with np.errstate(over="ignore", under="ignore"):
+        weights = np.exp((scores - scores.max(axis=1, keepdims=True)) / temperature[:, None])
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def _cut(mass: Floats, *, min_p: float, top_k: int, top_p: float) -> None:  # [V], in place
+    """Zero what `min_p`, then `top_k`, then `top_p` reject."""
+    if min_p > 0.0:
+        mass[mass < min_p * mass.max()] = 0.0
+    if 0 < top_k < mass.size:
+        bound = np.partition(mass, mass.size - top_k)[mass.size - top_k]  # the k-th largest
+        ties = np.flatnonzero(mass == bound)
+        spare = top_k - int(np.count_nonzero(mass > bound))
+        mass[mass < bound] = 0.0
+        mass[ties[spare:]] = 0.0  # the lower ids of the tied stay
+    if top_p < 1.0:
+        _cut_nucleus(mass, top_p)
+
+
+def _cut_nucleus(mass: Floats, top_p: float) -> None:  # [V], in place
+    """Keep the smallest prefix of (mass descending, id ascending) that reaches `top_p` of the whole."""
+    total = mass.sum()
+    # Ids below this floor add up to less than 1 - top_p together, so the prefix ends before it meets one: a sort of
+    # a few hundred ids stands in for a sort of the vocabulary. Half of it leaves room for rounding.
+    ids = np.flatnonzero(mass >= 0.5 * (1.0 - top_p) * total / mass.size)
+    order = ids[np.argsort(-mass[ids], kind="stable")]
+    reached = np.cumsum(mass[order])
+    before = np.concatenate([[0.0], reached[:-1]])  # what the prefix holds without this id
+    keep = order[before < top_p * total]
+    kept = mass[keep]
+    mass[:] = 0.0
+    mass[keep] = kept
+
+
+def _draw(mass: Floats, u: Floats) -> Ints:  # [n, V], [n] -> [n]
+    """Inverse CDF in id order: the first id whose running mass exceeds `u` times the whole."""
+    running = np.cumsum(mass, axis=1)
+    beyond = running > (u * running[:, -1])[:, None]
+    tokens = beyond.argmax(axis=1)
+    # u < 1, but u * mass may round up to the mass itself; then the last id with any mass is meant.
+    for n in np.flatnonzero(~beyond.any(axis=1)):
+        tokens[n] = np.flatnonzero(mass[n])[-1]
+    return tokens
+
+
+def _error(usable: bool, masked: bool) -> str | None:
+    if not usable:
+        return "logits: NaN or +inf among them"
+    return "logits: every token id is masked, there is none to choose" if masked else None
+
+
+def _logprobs(raw: NDArray[np.floating], token: int, *, num_top: int) -> TokenLogprobs:  # raw [V]
+    """Log probabilities of the model itself, before any change; ranks and the top break ties by lower id."""
+    wide = raw.astype(np.float64)
+    peak = wide.max()
+    with np.errstate(under="ignore"):
+        log_total = peak + np.log(np.exp(wide - peak).sum())
+    rank = 1 + int(np.count_nonzero(wide > wide[token])) + int(np.count_nonzero(wide[:token] == wide[token]))
+    top: list[int] = []
+    if num_top > 0:
+        bound = np.partition(wide, wide.size - min(num_top, wide.size))[wide.size - min(num_top, wide.size)]
+        ids = np.flatnonzero(wide >= bound)
+        top = [int(i) for i in ids[np.argsort(-wide[ids], kind="stable")][:num_top]]
+
+    def logprob(i: int) -> float:
+        return max(float(wide[i] - log_total), LOGPROB_FLOOR)
+
+    return TokenLogprobs(logprob(token), rank, tuple((i, logprob(i)) for i in top))

@@ -1,0 +1,175 @@
+"""Who runs in the next step: grow the running rows, compact them, admit newcomers, in that order.
+
+Growing comes first since it may preempt, which vacates rows halfway through; compacting sweeps those holes too, and
+comes before admission so that a newcomer never lands in a hole that a survivor should fill. Requests run in order of
+arrival: the latest arrival is preempted when the pool is dry, goes back to the front of the queue, and is computed
+again from its prompt and answer. The earliest arrival is never preempted by a later one, so every step brings it
+closer to its end: there is no livelock. The scheduler knows blocks and rows, and neither tensors nor tokens' values.
+
+Gates: gates.scheduler. Proof: tests/test_scheduler.py. Story: scheduler.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fast.cache import BatchedPagedKVCache
+from fast.compact import RowCompactor, RowMove
+from fast.rows import Sequence
+from gates.scheduler import check_earliest_kept, check_queue_order, check_rows_accounted
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's schedule. Newcomers are prefilled and are not among this step's decode rows."""
+
+    admitted: tuple[Sequence, ...]  # in order of arrival
+    admitted_rows: tuple[int, ...]  # the row of each
+    decode_rows: tuple[int, ...]  # ascending
+    preempted: tuple[Sequence, ...] = ()
+    moves: tuple[RowMove, ...] = ()  # in the order they were applied
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Every row that computes in this step: newcomers first, then the decoding ones."""
+        return self.admitted_rows + self.decode_rows
+
+
+class Scheduler:
+    """First come, first served, over one block pool and `cache.max_batch_size` rows.
+
+    `on_admit(row, sequence)` and `on_release(row)` let the owner keep per-row state in step with the rows. The
+    `compactor` is plugged in by the owner; without one, rows stay where they were handed out.
+    """
+
+    def __init__(
+        self,
+        cache: BatchedPagedKVCache,
+        *,
+        compactor: RowCompactor | None = None,
+        on_admit: Callable[[int, Sequence], None] | None = None,
+        on_release: Callable[[int], None] | None = None,
+    ) -> None:
+        self.cache = cache
+        self.compactor = compactor
+        self.on_admit = on_admit
+        self.on_release = on_release
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[int, Sequence] = {}
+        self.preemptions = 0
+        self._free_rows = list(range(cache.max_batch_size))  # a heap: the lowest free row goes first
+
+    @property
+    def has_work(self) -> bool:
+        """True while a sequence waits or runs."""
+        return bool(self.waiting or self.running)
+
+    @property
+    def free_rows(self) -> list[int]:
+        """Rows without a tenant, ascending."""
+        return sorted(self._free_rows)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence behind all that came before it."""
+        self.waiting.append(sequence)
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan one step; afterwards every decode row has a block for its next token."""
+        # 1. Grow: each running row gets the block of its next token, and may cost a later arrival its place.
+        preempted = self._grow()
+        # 2. Compact: the survivors become rows 0..n-1. Never mid-step: a recording reads the row a move copies into.
+        moves = self._compact()
+        decode_rows = tuple(sorted(self.running))
+        # 3. Admit. Not after a preemption: what it freed is owed to the rows that grow.
+        admitted = () if preempted else self._admit()
+        check_queue_order(
+            running=[sequence.arrival for sequence in self.running.values()],
+            waiting=[sequence.arrival for sequence in self.waiting],
+        )
+        check_rows_accounted(free=self._free_rows, running=list(self.running), total=self.cache.max_batch_size)
+        admitted_rows = tuple(sequence.row for sequence in admitted if sequence.row is not None)
+        return SchedulerOutput(admitted, admitted_rows, decode_rows, preempted, moves)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take a running or waiting sequence out: its row and blocks are free when this returns."""
+        if sequence.row is None:
+            self.waiting.remove(sequence)
+        else:
+            self._vacate(sequence)
+
+    def _grow(self) -> tuple[Sequence, ...]:
+        by_arrival = sorted(self.running.values(), key=_arrival)
+        earliest = by_arrival[0] if by_arrival else None
+        preempted: list[Sequence] = []
+        for sequence in by_arrival:
+            # Whoever is preempted is the last of those still running, so it is never asked to grow after that.
+            while sequence.row is not None and not self._grow_one(sequence.row):
+                latest = by_arrival[len(by_arrival) - 1 - len(preempted)]
+                self._preempt(latest)
+                preempted.append(latest)
+        if earliest is not None:
+            check_earliest_kept(earliest=earliest.arrival, preempted=[sequence.arrival for sequence in preempted])
+        return tuple(preempted)
+
+    def _grow_one(self, row: int) -> bool:
+        table = self.cache.tables[row]
+        if table.blocks_short(table.length + 1) > self.cache.allocator.num_free:
+            return False
+        self.cache.grow_row(row, table.length + 1)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._vacate(sequence)
+        sequence.preemptions += 1
+        self.preemptions += 1
+        # Every waiting sequence arrived later than every running one, so the front is its place in order of arrival.
+        self.waiting.appendleft(sequence)
+
+    def _compact(self) -> tuple[RowMove, ...]:
+        if self.compactor is None:
+            return ()
+        moves = self.compactor.compact(sorted(self.running))
+        for move in moves:
+            sequence = self.running.pop(move.src)
+            sequence.row = move.dst
+            self.running[move.dst] = sequence
+        if moves:
+            self._free_rows = [row for row in range(self.cache.max_batch_size) if row not in self.running]
+        return moves
+
+    def _admit(self) -> tuple[Sequence, ...]:
+        admitted: list[Sequence] = []
+        while self.waiting and self._free_rows:
+            head = self.waiting[0]
+            if -(-len(head.tokens) // self.cache.block_size) > self.cache.allocator.num_free:
+                break  # nobody jumps the head: a smaller request behind it waits too
+            self.waiting.popleft()
+            self._seat(head, heapq.heappop(self._free_rows))
+            admitted.append(head)
+        return tuple(admitted)
+
+    def _seat(self, sequence: Sequence, row: int) -> None:
+        self.cache.adopt_row(row, [])
+        self.cache.grow_row(row, len(sequence.tokens))
+        sequence.row = row
+        self.running[row] = sequence
+        if self.on_admit is not None:
+            self.on_admit(row, sequence)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        row = sequence.row
+        if row is None:
+            raise ValueError(f"request {sequence.request.id!r} sits in no row")
+        self.cache.free(row)
+        del self.running[row]
+        sequence.row = None
+        heapq.heappush(self._free_rows, row)
+        if self.on_release is not None:
+            self.on_release(row)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
