@@ -1,0 +1,177 @@
+"""From a command line to a running engine, and from a running engine to a socket that answers.
+
+This is the one place that knows both engines by name; everything above it holds the `Engine` protocol. The port is
+taken before any weight is read, so that a port in use is known at once; a client that connects meanwhile waits in
+the socket's backlog and is answered when the engine is ready.
+
+Proof: tests/test_boot.py. Story: app.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import socket
+import sys
+import time
+
+import torch
+
+from reference.request import Engine
+from serve.models import LoadedModel, load_model
+from serve.options import UsageError
+
+ENGINES = ("fast", "reference")
+SHUTDOWN_SECONDS = 5
+WHY_LOWERED = "the model's positions or --kv-cache-memory end there"
+
+
+def build_engine(
+    loaded: LoadedModel,
+    *,
+    engine: str = "fast",
+    max_batch_size: int = 32,
+    block_size: int = 16,
+    kv_cache_bytes: int = 2**30,
+    max_model_len: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Engine:
+    """An idle engine over a loaded model. `dtype` is what it computes in; the reference has no batch and no pool.
+
+    Raises:
+        ValueError: the engine's name, or a size that cannot work, with the range allowed.
+    """
+    if engine == "reference":
+        from reference.engine import Engine as ReferenceEngine
+
+        return ReferenceEngine(loaded.config, loaded.weights, max_model_len=max_model_len, dtype=dtype)
+    if engine == "fast":
+        from fast.engine import Engine as FastEngine
+
+        return FastEngine.build(
+            loaded.config,
+            loaded.weights,
+            max_batch_size=max_batch_size,
+            block_size=block_size,
+            kv_bytes=kv_cache_bytes,
+            max_model_len=max_model_len,
+            dtype=dtype,
+        )
+    raise ValueError(f"engine: {engine!r} is not one of {', '.join(ENGINES)}")
+
+
+def boot(args: argparse.Namespace) -> tuple[LoadedModel, Engine]:
+    """Load the model and build the engine that the arguments name, with one line on stderr that says what runs.
+
+    Raises:
+        UsageError: an engine argument is out of range for this model.
+        ModelError, ValueError, OSError: as `load_model`.
+    """
+    start = time.perf_counter()
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    loaded = load_model(args.model)
+    try:
+        engine = build_engine(
+            loaded,
+            engine=args.engine,
+            max_batch_size=args.max_batch_size,
+            block_size=args.block_size,
+            kv_cache_bytes=args.kv_cache_memory,
+            max_model_len=args.max_model_len,
+            dtype=getattr(torch, args.dtype),
+        )
+    except ValueError as error:
+        raise as_option(error) from error
+    print(boot_line(loaded, engine, args, seconds=time.perf_counter() - start), file=sys.stderr)
+    if engine.max_model_len < (args.max_model_len or loaded.config.max_positions):
+        wanted = args.max_model_len or loaded.config.max_positions
+        print(
+            f"note: a request may have {engine.max_model_len:,} tokens, not {wanted:,}: {WHY_LOWERED}", file=sys.stderr
+        )
+    return loaded, engine
+
+
+def as_option(error: ValueError) -> UsageError:
+    """An error of the contract (`max_tokens: 0 is not …`) in the words of the command line (`--max-tokens: …`)."""
+    field, colon, rest = str(error).partition(":")
+    if not colon or not field.replace("_", "").isalpha():
+        return UsageError(str(error))
+    renamed = {"kv_bytes": "kv_cache_memory", "kv_cache_bytes": "kv_cache_memory", "num_blocks": "kv_cache_memory"}
+    return UsageError(f"--{renamed.get(field, field).replace('_', '-')}:{rest}")
+
+
+def boot_line(loaded: LoadedModel, engine: Engine, args: argparse.Namespace, *, seconds: float) -> str:
+    """One line: the model and its weights, the engine and its limits, and how long the start took."""
+    num_weights = sum(tensor.numel() for tensor in loaded.weights.tensors())
+    stored = str(loaded.weights.embedding.dtype).removeprefix("torch.")
+    rows = args.max_batch_size if args.engine == "fast" else 1
+    return (
+        f"{loaded.name}: {num_weights / 1e6:.1f} M weights in {stored} ({loaded.weights.num_bytes / 1e6:.0f} MB) | "
+        f"{args.engine} engine in {args.dtype}, {rows} rows, up to {engine.max_model_len:,} tokens a request, "
+        f"K/V room for {engine.stats()['kv_capacity_tokens']:,} tokens | {torch.get_num_threads()} threads | "
+        f"ready in {seconds:.1f} s"
+    )
+
+
+def serve(args: argparse.Namespace) -> int:
+    """`nanoserve serve`: take the port, load, say where, answer until interrupted."""
+    with listen(args.host, args.port) as listener:
+        loaded, engine = boot(args)
+        import uvicorn
+
+        from serve.app import build_app
+
+        name = args.served_model_name or loaded.name
+        app = build_app(engine, loaded.tokenizer, model_name=name)
+        config = uvicorn.Config(
+            app,
+            log_level="info" if args.access_log else "warning",
+            access_log=args.access_log,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        )
+        url = base_url(listener)
+        print(f"serving on {url}/v1 (Ctrl-C stops); try:\n{example(url, name, chat=has_chat(loaded))}", flush=True)
+        try:
+            uvicorn.Server(config).run(sockets=[listener])
+        except KeyboardInterrupt:  # uvicorn has shut down in order and hands the signal on
+            print("stopped", file=sys.stderr)
+    return 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket on `host`; port 0 takes a free one.
+
+    Raises:
+        OSError: the port is in use, or the host is not this machine's; the message names both options.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise OSError(f"--port: {port} is in use on {host}; name another, or 0 for a free one") from None
+        raise OSError(f"--host {host}, --port {port}: {error.strerror or error}") from None
+
+
+def base_url(listener: socket.socket) -> str:
+    """`http://host:port` as a client on this machine would write it."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def has_chat(loaded: LoadedModel) -> bool:
+    """True when the model came with a chat template."""
+    return loaded.tokenizer.chat_template is not None
+
+
+def example(url: str, name: str, *, chat: bool) -> str:
+    """A curl command that works as printed."""
+    messages = [{"role": "user", "content": "Why is the sky blue?"}]
+    prompt = {"messages": messages} if chat else {"prompt": "The sky is"}
+    data = json.dumps({"model": name, **prompt, "max_tokens": 64})
+    return (
+        f"curl {url}/v1/{'chat/completions' if chat else 'completions'} -H 'content-type: application/json' -d '{data}'"
+    )
