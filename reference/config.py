@@ -157,6 +157,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _architecture(raw: dict[str, Any]) -> str:
     names = raw.get("architectures") or []
+    _require(isinstance(names, list), "architectures", f"{names!r} is not a list of names")
     known = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
     _require(bool(known), "architectures", f"{names} is not one of {', '.join(ARCHITECTURES)}")
     return known[0]
@@ -168,7 +169,9 @@ def _refuse_what_we_do_not_run(raw: dict[str, Any], architecture: str) -> None:
     window = _sliding_window(raw, architecture)
     reaches = window is not None and window < _positive(raw, "max_position_embeddings")
     _require(not reaches, "sliding_window", f"{window} is shorter than max_position_embeddings and not supported")
-    other = sorted(set(raw.get("layer_types") or []) - {"full_attention"})
+    types = raw.get("layer_types") or []
+    _require(isinstance(types, list), "layer_types", f"{types!r} is not a list of names")
+    other = sorted({str(kind) for kind in types} - {"full_attention"})
     _require(not other, "layer_types", f"{other} is not 'full_attention'")
     _require(not raw.get("quantization_config"), "quantization_config", "quantised checkpoints are not supported")
     # A multi-token or partial rotary would load and then be wrong without a word.
