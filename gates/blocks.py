@@ -23,7 +23,7 @@ def check_blocks_conserved(*, free: int, owned: int, total: int) -> None:
 
 
 @gate("blocks.owned_once")
-def check_owned_once(*, tables: Mapping[int | str, Sequence[int]], num_blocks: int) -> None:
+def check_owned_once(*, tables: Mapping[int, Sequence[int]] | Mapping[str, Sequence[int]], num_blocks: int) -> None:
     """No block stands in two tables, nor twice in one, and every id names a block of the pool (0..num_blocks-1)."""
     owner: dict[int, int | str] = {}
     for name, blocks in tables.items():

@@ -135,30 +135,24 @@ def run_batch(
     cache = BatchedPagedKVCache(
         model.config, batch_size=len(prompts), num_blocks=wanted, block_size=block_size, dtype=model.dtype
     )
-    # 1. One forward over the padded rectangle; each row's next token follows its own last real column.
-    token_ids, positions, mask = pad_prompts(prompts)
-    logits = model.forward(token_ids, positions, cache, attention_mask=mask)
     prompt_lens = tuple(len(prompt) for prompt in prompts)
-    newest = logits[torch.arange(len(prompts)), torch.tensor(prompt_lens) - 1].argmax(dim=-1)  # [N]
-    answers = [[token] for token in newest.tolist()]
-    decode_steps = 0
+    # 1. One forward over the padded rectangle gives every row its first token.
+    answers = [[token] for token in _prefill_padded(model, prompts, cache)]
     # 2. One token per row per step, finished rows too: a static batch has no way to leave them out.
+    decode_steps = 0
     while not all(_finished(answer, max_tokens, eos) for answer in answers):
-        row_positions = torch.tensor(cache.seq_lens)[:, None]  # each row at its own absolute position
-        newest = model.forward(newest[:, None], row_positions, cache)[:, -1].argmax(dim=-1)
+        newest = _decode_rows(model, [answer[-1] for answer in answers], cache)
         decode_steps += 1
         check_rows_in_step(prompt_lens=prompt_lens, decode_steps=decode_steps, seq_lens=cache.seq_lens)
-        for answer, token in zip(answers, newest.tolist(), strict=True):
+        for answer, token in zip(answers, newest, strict=True):
             if not _finished(answer, max_tokens, eos):
                 answer.append(token)
-    return BatchRun(
-        prompt_lens=prompt_lens,
-        token_ids=tuple(tuple(answer) for answer in answers),
-        decode_steps=decode_steps,
-        seq_lens=tuple(cache.seq_lens),
-        blocks_held=tuple(len(table.blocks) for table in cache.tables),
-        block_size=block_size,
-    )
+    # 3. Only now, all at once, does any row give its blocks back.
+    seq_lens, blocks_held = tuple(cache.seq_lens), tuple(len(table.blocks) for table in cache.tables)
+    for row in range(len(prompts)):
+        cache.free_row(row)
+    token_ids = tuple(tuple(answer) for answer in answers)
+    return BatchRun(prompt_lens, token_ids, decode_steps, seq_lens, blocks_held, block_size)
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:  # [N, T] each
@@ -183,6 +177,21 @@ def _continue_one(
         logits = model.forward(torch.tensor([answer[-1:]]), torch.tensor([cache.seq_lens]), cache)
         answer.append(int(logits[0, -1].argmax()))
     return answer
+
+
+def _prefill_padded(model: LlamaModel, prompts: Sequence[Sequence[int]], cache: BatchedPagedKVCache) -> list[int]:
+    """Each row's first token: the likeliest after its own last real column."""
+    token_ids, positions, mask = pad_prompts(prompts)
+    logits = model.forward(token_ids, positions, cache, attention_mask=mask)  # [N, T, V]
+    last = torch.tensor([len(prompt) - 1 for prompt in prompts])
+    return logits[torch.arange(len(prompts)), last].argmax(dim=-1).tolist()
+
+
+def _decode_rows(model: LlamaModel, tokens: Sequence[int], cache: BatchedPagedKVCache) -> list[int]:
+    """Feed one token a row, each at its own absolute position, and return the likeliest next ones."""
+    positions = torch.tensor(cache.seq_lens)[:, None]  # [N, 1]
+    logits = model.forward(torch.tensor(tokens)[:, None], positions, cache)  # [N, 1, V]
+    return logits[:, -1].argmax(dim=-1).tolist()
 
 
 def _finished(answer: Sequence[int], max_tokens: int, eos: frozenset[int]) -> bool:
