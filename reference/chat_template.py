@@ -118,20 +118,19 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            size = abs(right) * max(1, int(left).bit_length())
-        else:
+        integers = isinstance(left, int) and isinstance(right, int)
+        if operator == "*":
             size = max(_repeated(left, right), _repeated(right, left))
+        else:
+            size = right * left.bit_length() if integers else 0
         if size > MAX_PRODUCT:
             raise SecurityError(f"the result of {operator!r} is larger than {MAX_PRODUCT} elements")
         return super().call_binop(context, operator, left, right)
 
 
 def _repeated(value: Any, count: Any) -> int:
-    """Elements of `value * count` when that repeats a sequence; bits when it is a product of integers."""
-    if isinstance(value, (str, list, tuple)) and isinstance(count, int):
-        return len(value) * count
-    return value.bit_length() + count.bit_length() if isinstance(value, int) and isinstance(count, int) else 0
+    """Elements of `value * count` when that repeats a sequence; a product of numbers is never large."""
+    return len(value) * count if isinstance(value, (str, list, tuple)) and isinstance(count, int) else 0
 
 
 class _GenerationBlock(Extension):

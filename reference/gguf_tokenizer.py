@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # tokenizer.ggml.token_type (6: one byte)
 
 SPACE = "▁"  # SentencePiece writes a space as U+2581
 CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -77,8 +77,8 @@ def build_tokenizer(fields: Mapping[str, Any]) -> GGUFTokenizer:
     _add_whole_tokens(backend, tokens, types)
     _add_post_processor(
         backend,
-        bos=special.get("bos_token") if fields.get("tokenizer.ggml.add_bos_token", add_bos) else None,
-        eos=special.get("eos_token") if fields.get("tokenizer.ggml.add_eos_token", False) else None,
+        bos=_added(fields, special, "bos", default=add_bos),
+        eos=_added(fields, special, "eos", default=False),
     )
     return GGUFTokenizer(backend, special, _chat_templates(fields))
 
@@ -113,7 +113,9 @@ def _byte_level_bpe(fields: Mapping[str, Any], vocab: dict[str, int]) -> Tokeniz
     splits = SPLITS[_pre(fields)]
     merges = []
     for line in _need(fields, "tokenizer.ggml.merges"):
-        middle = line.index(" ", 1)
+        middle = line.find(" ", 1)
+        if middle < 0:
+            raise ValueError(f"tokenizer.ggml.merges: {line!r} is not two pieces with a space between")
         merges.append((line[:middle], line[middle + 1 :]))
     # Llama 3 takes a word that is itself a token whole, even where the merges would not build it.
     whole_words = _pre(fields) == "llama-bpe"
@@ -136,6 +138,8 @@ def _sentencepiece_bpe(
 ) -> Tokenizer:
     """Llama 2's scheme: the whole text is one word, pairs join in order of the joined piece's score."""
     scores = _need(fields, "tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise ValueError(f"tokenizer.ggml.scores: {len(scores)} scores for {len(tokens)} tokens")
     pieces = {token: float(scores[index]) for index, token in enumerate(tokens) if types[index] == NORMAL}
     backend = Tokenizer(
         models.BPE(
@@ -173,10 +177,18 @@ def _merges_from_scores(pieces: Mapping[str, float], vocab: Mapping[str, int]) -
 
 
 def _add_whole_tokens(backend: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Control and user-defined tokens are found in the text before anything is cut; only control is special."""
-    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
-        whole = [token for index, token in enumerate(tokens) if types[index] == kind and token]
+    """Tokens found in the text before anything is cut; all but the user-defined are special (not shown)."""
+    for kinds, special in (((CONTROL, UNKNOWN), True), ((USER_DEFINED,), False)):
+        whole = [token for index, token in enumerate(tokens) if types[index] in kinds and token]
         backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in whole])
+
+
+def _added(fields: Mapping[str, Any], special: Mapping[str, str], name: str, *, default: bool) -> str | None:
+    """The special token put around a plain text, or None; a flag without its token cannot be honoured."""
+    flag = fields.get(f"tokenizer.ggml.add_{name}_token")
+    if flag and f"{name}_token" not in special:
+        raise ValueError(f"tokenizer.ggml.add_{name}_token: set, and no {name}_token_id names the token")
+    return special.get(f"{name}_token") if (default if flag is None else flag) else None
 
 
 def _add_post_processor(backend: Tokenizer, *, bos: str | None, eos: str | None) -> None:
