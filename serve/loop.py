@@ -1,0 +1,271 @@
+"""The one thread that owns the engine, and the tickets through which the event loop waits for its answers.
+
+Nobody else calls the engine. Submissions and aborts cross over in a queue and are done between two steps; the
+events of a step cross back in one call. A reader that is slow or gone holds up nothing: its events wait in its
+ticket, at most `max_tokens` of them. When the engine dies or hangs, every open ticket fails within seconds and
+new ones are refused. This module knows ids and events, no text and no HTTP.
+
+Gates: gates.stream. Proof: tests/test_loop.py. Story: app.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gates.stream import check_answers_end_once
+from reference.request import Engine, Event, Request
+from serve.errors import ApiError, bad_request, engine_failed, unavailable
+from serve.ticket import Ticket
+
+log = logging.getLogger("nanoserve")
+
+STATS_EVERY_S = 0.1
+BUSY_GAUGES = ("running", "waiting", "kv_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    ticket: Ticket
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_ids: tuple[str, ...]
+
+
+class EngineLoop:
+    """Runs an engine in a thread of its own for the clients of one event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_open: int = 1024,
+        stuck_after_s: float = 60.0,
+        on_death: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """`max_open` bounds the answers open at once, waiting ones included; `on_death` is told of a dead engine."""
+        self._engine = engine
+        self._max_open = max_open
+        self._stuck_after_s = stuck_after_s
+        self._on_death = on_death
+        self._commands: queue.SimpleQueue[_Submit | _Abort | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        # Owned by the event loop's thread.
+        self._tickets: set[Ticket] = set()
+        self._idle = asyncio.Event()
+        self._stopping = False
+        self._watchdog: asyncio.Task[None] | None = None
+        # Owned by the engine's thread; the other one only reads, whole references at a time.
+        self._routes: dict[str, tuple[Ticket, int]] = {}
+        self._leaving = False  # told to stop: go once there is no work
+        self._aborted = False  # the engine owes abort events, which take a step to come out
+        self._failure: BaseException | None = None
+        self._busy_since: float | None = None
+        self._stats: dict[str, Any] = {}
+        self._stats_at = 0.0
+
+    # ---- the event loop's side ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread; called once, on the event loop that will wait for the answers."""
+        self._loop = asyncio.get_running_loop()
+        self._idle.set()
+        self._stats = dict(self._engine.stats())
+        self._thread.start()
+        self._watchdog = self._loop.create_task(self._watch())
+
+    async def stop(self, *, drain_s: float) -> None:
+        """Take nothing new, let open answers end for `drain_s` seconds, fail the rest, and join the thread."""
+        self._stopping = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), drain_s)
+        except asyncio.TimeoutError:
+            self._fail_all(unavailable("the server is shutting down", code="shutting_down"))
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._commands.put(None)
+        if self.status == "stopping":
+            # A hung engine is not waited for; the thread is a daemon and goes with the process.
+            await asyncio.to_thread(self._thread.join, self._stuck_after_s)
+
+    async def submit(self, requests: Sequence[Request]) -> Ticket:
+        """Queue the answers of one HTTP request, all or none, and return once the engine has taken them.
+
+        Raises:
+            ValueError: the engine refused one of them.
+            ApiError: 503 when the engine is dead, stuck or stopping, 429 when too many answers are open.
+        """
+        self._check_open(len(requests))
+        ticket = Ticket([request.id for request in requests], abort=self._abort, on_end=self._forget)
+        self._tickets.add(ticket)
+        self._idle.clear()
+        self._commands.put(_Submit(ticket, tuple(requests)))
+        try:
+            await ticket.accepted
+        except BaseException:
+            ticket.close()
+            raise
+        return ticket
+
+    @property
+    def status(self) -> str:
+        """`ok`, `dead`, `stuck` (one step lasts longer than `stuck_after_s`) or `stopping`."""
+        if self._failure is not None:
+            return "dead"
+        since = self._busy_since
+        if since is not None and time.monotonic() - since > self._stuck_after_s:
+            return "stuck"
+        return "stopping" if self._stopping else "ok"
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """The engine's own counts, at most `STATS_EVERY_S` seconds old while it works and exact while it is idle."""
+        return self._stats
+
+    @property
+    def num_open(self) -> int:
+        """Answers that are still to end."""
+        return sum(ticket.num_open for ticket in self._tickets)
+
+    def check_up(self) -> None:
+        """Raise the 503 of an engine that cannot take requests."""
+        status = self.status
+        reasons = {
+            "dead": "the engine stopped after an error; the server's log has the details",
+            "stuck": f"the engine has been in one step for more than {self._stuck_after_s:g} seconds",
+            "stopping": "the server is shutting down",
+        }
+        if status in reasons:
+            raise unavailable(reasons[status], code=f"engine_{status}" if status != "stopping" else "shutting_down")
+
+    def _check_open(self, num_answers: int) -> None:
+        self.check_up()
+        if num_answers > self._max_open:
+            raise bad_request(f"n: {num_answers} answers in one request exceed the server's limit of {self._max_open}")
+        if self.num_open + num_answers > self._max_open:
+            message = f"{self.num_open} answers are open, the server's limit is {self._max_open}; try again later"
+            raise ApiError(429, message, type="overloaded_error", code="queue_full", retry_after_s=1)
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        self._commands.put(_Abort(tuple(request_ids)))
+
+    def _forget(self, ticket: Ticket) -> None:
+        self._tickets.discard(ticket)
+        if not self._tickets:
+            self._idle.set()
+
+    def _fail_all(self, error: ApiError) -> None:
+        for ticket in list(self._tickets):
+            ticket.fail(error)
+
+    async def _watch(self) -> None:
+        """Fail the open tickets of a hung engine. Should it come back, it finds their aborts in its queue."""
+        while True:
+            await asyncio.sleep(min(1.0, self._stuck_after_s / 4))
+            if self.status == "stuck" and self._tickets:
+                log.error("one engine step has lasted more than %g seconds", self._stuck_after_s)
+                self._fail_all(engine_failed("the engine does not answer; the request was given up"))
+
+    def _on_failure(self, failure: BaseException) -> None:
+        self._fail_all(engine_failed("the engine stopped after an error; the server's log has the details"))
+        if self._on_death is not None:
+            self._on_death(failure)
+
+    # ---- the engine thread's side -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._leaving or self._engine.has_work or self._aborted:
+                self._turn()
+        except Exception as failure:
+            log.exception("the engine died")
+            self._failure = failure
+            # Nothing runs any more, and a gauge must not say otherwise.
+            self._stats = self._stats | dict.fromkeys(BUSY_GAUGES, 0)
+            self._call(self._on_failure, failure)
+
+    def _turn(self) -> None:
+        """One wait for work, and one step. `_busy_since` covers whatever may hang in the engine's code."""
+        commands = self._take(wait=not (self._engine.has_work or self._aborted))
+        self._busy_since = time.monotonic()
+        for command in commands:
+            if command is None:
+                self._leaving = True
+            elif isinstance(command, _Submit):
+                self._admit(command)
+            else:
+                self._drop(command)
+        if self._engine.has_work or self._aborted:
+            self._aborted = False
+            self._hand_over(self._engine.step())
+        self._publish_stats()
+        self._busy_since = None
+
+    def _take(self, *, wait: bool) -> list[_Submit | _Abort | None]:
+        """All commands there are, at least one when there is nothing else to do."""
+        commands = [self._commands.get()] if wait else []
+        while True:
+            try:
+                commands.append(self._commands.get_nowait())
+            except queue.Empty:
+                return commands
+
+    def _admit(self, command: _Submit) -> None:
+        refusal = None
+        for index, request in enumerate(command.requests):
+            try:
+                self._engine.submit(request)
+            except ValueError as error:
+                refusal = error
+                self._drop(_Abort(tuple(taken.id for taken in command.requests[:index])))
+                break
+            self._routes[request.id] = (command.ticket, index)
+        self._call(command.ticket.settle, refusal)
+
+    def _drop(self, command: _Abort) -> None:
+        for request_id in command.request_ids:
+            if request_id in self._routes:
+                self._engine.abort(request_id)
+                self._aborted = True
+
+    def _hand_over(self, events: list[Event]) -> None:
+        """One call into the event loop for all that a step gave."""
+        check_answers_end_once(
+            events=[(event.request_id, event.finish_reason) for event in events], open_ids=self._routes.keys()
+        )
+        batch: list[tuple[Ticket, int, Event]] = []
+        for event in events:
+            route = self._routes.get(event.request_id)
+            if route is None:
+                continue
+            batch.append((*route, event))
+            if event.finish_reason is not None:
+                del self._routes[event.request_id]
+        if batch:
+            self._call(_deliver, batch)
+
+    def _publish_stats(self) -> None:
+        now = time.monotonic()
+        if not self._engine.has_work or now - self._stats_at > STATS_EVERY_S:
+            self._stats, self._stats_at = dict(self._engine.stats()), now
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            # The event loop is closed: nobody waits for this any more.
+            self._leaving = True
+
+
+def _deliver(batch: list[tuple[Ticket, int, Event]]) -> None:
+    for ticket, index, event in batch:
+        ticket.put(index, event)

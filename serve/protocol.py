@@ -1,0 +1,292 @@
+"""What a client may send: the request bodies of OpenAI's completions and chat, checked field by field.
+
+Nothing is dropped in silence. A field is honoured, or it is known and refused by name, or it is unknown and
+refused by name; null always means "not given". Ranges are those of `SamplingParams`, which is built here and
+checks them. Extensions carry vLLM's names. This module knows no engine, no tokenizer and no socket.
+
+Proof: tests/test_http_cases.py. Story: app.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, PlainValidator, model_validator
+
+from reference.request import MAX_LOGPROBS, SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_STOPS = 4
+TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")
+
+Prompt = str | list[str] | list[int] | list[list[int]]
+
+
+def checked_prompt(value: Any) -> Prompt:
+    """A text, texts, token ids or lists of token ids; what remains to be computed is judged after tokenizing."""
+    if isinstance(value, str):
+        return checked_text(value)
+    if isinstance(value, list) and value:
+        if all(isinstance(item, str) for item in value):
+            return [checked_text(item) for item in value]
+        if _all_integers(value):
+            return value
+        if all(isinstance(item, list) and _all_integers(item) for item in value):
+            return value
+    shape = "empty list" if value == [] else type(value).__name__
+    raise ValueError(f"{shape} is not a string, a list of strings, a list of token ids or a list of such lists")
+
+
+def checked_text(value: str) -> str:
+    """A string that UTF-8 can hold: JSON can spell half a surrogate pair, no tokenizer can read one."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("the text holds a lone surrogate, which is not a character") from None
+    return value
+
+
+def checked_stop(value: Any) -> tuple[str, ...]:
+    """One string or up to four, none of them empty."""
+    strings = () if value is None else (value,) if isinstance(value, str) else value
+    ok = isinstance(strings, list | tuple) and all(isinstance(s, str) and s for s in strings)
+    if not ok or len(strings) > MAX_STOPS:
+        raise ValueError(f"not a non-empty string or a list of up to {MAX_STOPS} of them")
+    return tuple(checked_text(s) for s in strings)
+
+
+def checked_bias(value: Any) -> dict[int, float]:
+    """Token id, spelled as a JSON key, to a number that is added to its logit."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("not an object that maps token ids to numbers from -100 to 100")
+    for key in value:
+        if not TOKEN_ID.fullmatch(key):
+            raise ValueError(f"key {key[:40]!r} is not a token id: an integer from 0 to the vocabulary's last id")
+    return {int(key): number for key, number in value.items()}
+
+
+def checked_content(value: Any) -> str:
+    """A message's text. Text parts are joined with a newline, as vLLM and llama.cpp do for templates that take text."""
+    if isinstance(value, str):
+        return checked_text(value)
+    if not isinstance(value, list) or not value:
+        raise ValueError("not a string or a non-empty list of text parts")
+    texts = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str) or set(part) != {"type", "text"}:
+            what = f"part {index} of type {str(kind)[:40]!r}" if kind != "text" else f"part {index}"
+            raise ValueError(f'{what} is not {{"type": "text", "text": "..."}}, the only kind of part supported')
+        texts.append(checked_text(part["text"]))
+    return "\n".join(texts)
+
+
+class Body(BaseModel):
+    """What all bodies share: JSON types as they are, no unknown field, and the table of known fields not honoured."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    # Field to the values that change nothing, so that a client may spell out a default.
+    not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_what_is_not_supported(cls, data: Any) -> Any:
+        """Take harmless values out and refuse the others by name."""
+        if not isinstance(data, dict):
+            return data
+        for name, harmless in cls.not_supported.items():
+            if name in data and data[name] not in harmless:
+                raise ValueError(f"{name}: not supported by this server; leave it out")
+        return {name: value for name, value in data.items() if name not in cls.not_supported}
+
+
+class StreamOptions(Body):
+    """`include_usage` asks for one last chunk with the counts."""
+
+    not_supported = {"include_obfuscation": (None, False)}
+    include_usage: bool | None = None
+
+
+class SamplingBody(Body):
+    """The fields that completions and chat share."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: Annotated[tuple[str, ...], PlainValidator(checked_stop, json_schema_input_type=str | list[str] | None)] = ()
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[
+        dict[int, float], PlainValidator(checked_bias, json_schema_input_type=dict[str, float] | None)
+    ] = {}
+    # Labels for the operator's log; they change no answer.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    # vLLM's extensions.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+
+    @model_validator(mode="after")
+    def check_stream_options(self) -> SamplingBody:
+        """`stream_options` is for streams."""
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only allowed when stream is true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """True when a stream is to end with the counts."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The engine's parameters, stop strings included.
+
+        Raises:
+            ValueError: naming the field, its value and the range.
+        """
+        top_k = self.top_k
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=_given(self.temperature, 1.0),
+            # vLLM spells "off" as -1.
+            top_k=0 if top_k is None or top_k == -1 else top_k,
+            top_p=_given(self.top_p, 1.0),
+            min_p=_given(self.min_p, 0.0),
+            seed=self.seed,
+            repetition_penalty=_given(self.repetition_penalty, 1.0),
+            presence_penalty=_given(self.presence_penalty, 0.0),
+            frequency_penalty=_given(self.frequency_penalty, 0.0),
+            logit_bias=self.logit_bias,
+            stop=self.stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            min_tokens=self.min_tokens or 0,
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+            n=1 if self.n is None else self.n,
+        )
+
+
+class CompletionBody(SamplingBody):
+    """`POST /v1/completions`."""
+
+    not_supported = {"echo": (None, False), "suffix": (None,)}
+    prompt: Annotated[Prompt, PlainValidator(checked_prompt, json_schema_input_type=Prompt)]
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def check_best_of(self) -> CompletionBody:
+        """Choosing among more answers than are returned is not supported."""
+        n = 1 if self.n is None else self.n
+        if self.best_of is not None and self.best_of != n:
+            raise ValueError(f"best_of: {self.best_of} is not n ({n}); ranking answers is not supported")
+        return self
+
+    @property
+    def engine_names(self) -> dict[str, str]:
+        """Engine field to the field of this body that it came from, where the two differ."""
+        return {"prompt_ids": "prompt"}
+
+    def sampling(self, *, room: int) -> SamplingParams:
+        """Parameters for a prompt that leaves `room` tokens: 16 by default, fewer when fewer fit."""
+        max_tokens = min(DEFAULT_COMPLETION_TOKENS, room) if self.max_tokens is None else self.max_tokens
+        return self.params(max_tokens=max_tokens, logprobs=self.logprobs)
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    not_supported = {
+        "tool_calls": (None, []),
+        "function_call": (None,),
+        "audio": (None,),
+        "refusal": (None,),
+        "annotations": (None, []),
+    }
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, PlainValidator(checked_content, json_schema_input_type=str | list[dict[str, str]])]
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """The turn as a chat template reads it: fields not given are not there."""
+        return self.model_dump(exclude_none=True)
+
+
+class ChatBody(SamplingBody):
+    """`POST /v1/chat/completions`."""
+
+    not_supported = {
+        "tools": (None, []),
+        "tool_choice": (None, "none"),
+        "parallel_tool_calls": (None,),
+        "functions": (None, []),
+        "function_call": (None, "none"),
+        "response_format": (None, {"type": "text"}),
+        "audio": (None,),
+        "modalities": (None, ["text"]),
+        "prediction": (None,),
+        "store": (None, False),
+        "service_tier": (None, "auto", "default"),
+        "web_search_options": (None,),
+        "reasoning_effort": (None,),
+        "verbosity": (None,),
+        "moderation": (None,),
+        "prompt_cache_key": (None,),
+        "prompt_cache_options": (None,),
+        "prompt_cache_retention": (None,),
+        "safety_identifier": (None,),
+    }
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def check_fields_agree(self) -> ChatBody:
+        """Both names of the limit may be given only with one value; `top_logprobs` needs `logprobs`."""
+        both = self.max_tokens is not None and self.max_completion_tokens is not None
+        if both and self.max_tokens != self.max_completion_tokens:
+            raise ValueError(
+                f"max_tokens: {self.max_tokens} and max_completion_tokens {self.max_completion_tokens} disagree; "
+                "give one of them, or both with the same value"
+            )
+        if self.top_logprobs is not None:
+            if not self.logprobs:
+                raise ValueError("top_logprobs: only allowed when logprobs is true")
+            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+                raise ValueError(f"top_logprobs: {self.top_logprobs} is not an integer in 0..{MAX_LOGPROBS}")
+        if not self.messages:
+            raise ValueError("messages: an empty list; at least one message is needed")
+        return self
+
+    @property
+    def engine_names(self) -> dict[str, str]:
+        """Engine field to the field of this body that it came from, where the two differ."""
+        names = {"prompt_ids": "messages", "logprobs": "top_logprobs"}
+        return names if self.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
+
+    def sampling(self) -> SamplingParams:
+        """Parameters with as many tokens as asked for, or up to the length limit when nothing was asked."""
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _all_integers(value: list[Any]) -> bool:
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in value)

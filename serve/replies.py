@@ -1,0 +1,164 @@
+"""The JSON of OpenAI's replies, whole and in chunks, for completions and for chat.
+
+Two classes with the same methods, one an endpoint, since the two shapes share little but their envelope. Text
+is escaped to ASCII: some clients take U+2028 or U+0085 for the end of a line. Numbers are finite: a logprob of
+minus infinity is -9999.0, as OpenAI and vLLM write it. It knows no engine and no socket.
+
+Proof: tests/test_app.py. Story: app.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reference.tokenizer import Tokenizer
+from serve.stream import Answer, Piece, Position
+
+NO_LOGPROB = -9999.0
+
+
+def to_json(value: Any) -> bytes:
+    """Compact JSON in ASCII; NaN and infinities are refused."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def usage(answers: Sequence[Answer], *, num_prompt_tokens: int) -> dict[str, int]:
+    """Each prompt once, and every token computed for an answer up to the one that ended it."""
+    num_tokens = sum(answer.num_tokens for answer in answers)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt_tokens + num_tokens,
+    }
+
+
+@dataclass(slots=True)
+class CompletionReply:
+    """`text_completion` objects of one request."""
+
+    id: str
+    created: int  # seconds since 1970
+    model: str
+    tokenizer: Tokenizer
+    logprobs: bool
+
+    def whole(self, answers: Sequence[Answer], counts: dict[str, int]) -> dict[str, Any]:
+        """The reply that is not streamed."""
+        choices = [
+            self._choice(index, Piece(answer.text, tuple(answer.positions), answer.finish_reason))
+            for index, answer in enumerate(answers)
+        ]
+        return {**self._envelope(), "choices": choices, "usage": counts}
+
+    def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """The chunk of one piece."""
+        return [{**self._envelope(), "choices": [self._choice(index, piece)]}]
+
+    def last(self, counts: dict[str, int]) -> dict[str, Any]:
+        """The chunk with the counts."""
+        return {**self._envelope(), "choices": [], "usage": counts}
+
+    def _envelope(self) -> dict[str, Any]:
+        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+
+    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        logprobs = self._logprobs(piece.positions) if self.logprobs else None
+        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+
+    def _logprobs(self, positions: Sequence[Position]) -> dict[str, Any]:
+        tops = []
+        for position in positions:
+            # The chosen token is always there, so there may be one entry more than asked for.
+            ranked = [*position.logprobs.top, (position.token_id, position.logprobs.logprob)]
+            tops.append({self._token(token): _finite(value) for token, value in ranked})
+        return {
+            "tokens": [self._token(position.token_id) for position in positions],
+            "token_logprobs": [_finite(position.logprobs.logprob) for position in positions],
+            "top_logprobs": tops,
+            "text_offset": [position.offset for position in positions],
+        }
+
+    def _token(self, token_id: int) -> str:
+        return _token_text(_token_bytes(self.tokenizer, token_id), prefix="bytes:")
+
+
+@dataclass(slots=True)
+class ChatReply:
+    """`chat.completion` objects of one request; a choice's first chunk says who speaks."""
+
+    id: str
+    created: int  # seconds since 1970
+    model: str
+    tokenizer: Tokenizer
+    logprobs: bool
+    _begun: set[int] = field(default_factory=set)
+
+    def whole(self, answers: Sequence[Answer], counts: dict[str, int]) -> dict[str, Any]:
+        """The reply that is not streamed."""
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "logprobs": self._logprobs(answer.positions),
+                "finish_reason": answer.finish_reason,
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return {**self._envelope("chat.completion"), "choices": choices, "usage": counts}
+
+    def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """The chunk of one piece, behind the one that opens its choice."""
+        made = []
+        if index not in self._begun:
+            self._begun.add(index)
+            made.append(self._chunk(index, {"role": "assistant", "content": ""}, None, None))
+        delta = {"content": piece.text} if piece.text else {}
+        made.append(self._chunk(index, delta, self._logprobs(piece.positions), piece.finish_reason))
+        return made
+
+    def last(self, counts: dict[str, int]) -> dict[str, Any]:
+        """The chunk with the counts."""
+        return {**self._envelope("chat.completion.chunk"), "choices": [], "usage": counts}
+
+    def _envelope(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _chunk(self, index: int, delta: dict[str, str], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {**self._envelope("chat.completion.chunk"), "choices": [choice]}
+
+    def _logprobs(self, positions: Sequence[Position]) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        content = [
+            {
+                **self._token(position.token_id, position.logprobs.logprob),
+                "top_logprobs": [self._token(token, value) for token, value in position.logprobs.top],
+            }
+            for position in positions
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = _token_bytes(self.tokenizer, token_id)
+        return {"token": _token_text(data, prefix=""), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    return tokenizer.token_bytes(token_id, skip_special_tokens=False)
+
+
+def _token_text(data: bytes, *, prefix: str) -> str:
+    """A token as text; one that is part of a character as OpenAI writes it, byte by byte (`\\xc4`)."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return prefix + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else NO_LOGPROB

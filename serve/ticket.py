@@ -1,0 +1,111 @@
+"""One HTTP request's open answers, as the event loop sees them: events come in, are taken in batches, or fail.
+
+A ticket lives on the event loop's thread. Each answer in it ends exactly once: by the engine's last event, by
+an abort from this side, or by a failure of the engine. It knows no engine and no text.
+
+Proof: tests/test_loop.py. Story: app.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from reference.request import Event
+from serve.errors import ApiError
+
+
+class Ticket:
+    """Answers 0..n-1 of one submission. `take` waits for events; `close` gives up those that are still open."""
+
+    def __init__(
+        self,
+        request_ids: Sequence[str],
+        *,
+        abort: Callable[[Sequence[str]], None],
+        on_end: Callable[[Ticket], None],
+    ) -> None:
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._request_ids = tuple(request_ids)
+        self._open = set(range(len(request_ids)))
+        self._abort = abort
+        self._on_end = on_end
+        self._events: deque[tuple[int, Event]] = deque()
+        self._arrival = asyncio.Event()
+        self._failure: ApiError | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Answers whose last event has not come and that were not aborted."""
+        return len(self._open)
+
+    @property
+    def open_ids(self) -> list[str]:
+        """Engine ids of the answers that are still open."""
+        return [self._request_ids[index] for index in sorted(self._open)]
+
+    async def take(self) -> list[tuple[int, Event]]:
+        """Wait, then return all (answer index, event) that came since the last call, at least one.
+
+        Raises:
+            ApiError: the engine failed; what came before that was returned first.
+        """
+        await self._arrival.wait()
+        if self._events:
+            batch = list(self._events)
+            self._events.clear()
+            if self._failure is None:
+                self._arrival.clear()
+            return batch
+        assert self._failure is not None
+        raise self._failure
+
+    def abort(self, index: int) -> None:
+        """End one answer from this side; an answer that has ended already stays as it is."""
+        if index in self._open:
+            self._abort([self._request_ids[index]])
+            self._end([index])
+
+    def close(self) -> None:
+        """End all answers that are still open; safe to call at any time, more than once."""
+        if self._open:
+            self._abort([self._request_ids[index] for index in sorted(self._open)])
+            self._end(sorted(self._open))
+        if not self.accepted.done():
+            self.accepted.cancel()
+
+    def settle(self, refusal: ValueError | None) -> None:
+        """The engine took the requests, or refused them all."""
+        if refusal is not None:
+            self._end(sorted(self._open))
+        if self.accepted.done():
+            return
+        if refusal is None:
+            self.accepted.set_result(None)
+        else:
+            self.accepted.set_exception(refusal)
+
+    def put(self, index: int, event: Event) -> None:
+        """Hand in one event; what comes for an answer after its end is dropped."""
+        if index not in self._open:
+            return
+        self._events.append((index, event))
+        self._arrival.set()
+        if event.finish_reason is not None:
+            self._end([index])
+
+    def fail(self, error: ApiError) -> None:
+        """End all open answers with `error`, for whoever waits on `accepted` or `take`."""
+        self._failure = error
+        self._arrival.set()
+        waits = not self.accepted.done()
+        if waits:
+            self.accepted.set_exception(error)
+        self.close()
+
+    def _end(self, indices: Sequence[int]) -> None:
+        if self._open:
+            self._open.difference_update(indices)
+            if not self._open:
+                self._on_end(self)
