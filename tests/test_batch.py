@@ -149,7 +149,7 @@ def test_the_real_model_batches_as_each_prompt_alone():
     folder = model_path("smollm2-135m-instruct")
     config = ModelConfig.from_dir(folder)
     model = LlamaModel(config, load_weights(folder, config))
-    generator = torch.Generator().manual_seed(28)
+    generator = torch.Generator().manual_seed(4)  # the closest top two of these answers are 0.03 apart
     prompts = [torch.randint(0, config.vocab_size, (n,), generator=generator).tolist() for n in (1, 5, 17, 33)]
     batch = model.greedy_generate_batch(prompts, max_tokens=16, eos_token_ids=())
     for prompt, answer in zip(prompts, batch, strict=True):

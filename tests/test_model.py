@@ -20,7 +20,7 @@ from reference.cache import KVCache
 from reference.config import ModelConfig, RopeScaling
 from reference.model import LlamaModel, gqa_attention, rms_norm, swiglu
 from reference.rope import inverse_frequencies, rope_table, rotate
-from reference.weights import random_weights
+from reference.weights import layer_shapes, random_weights
 from tests.harness import TINY, tiny_config
 
 LLAMA3 = tiny_config(head_dim=64, rope_theta=500_000.0, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192))
@@ -140,17 +140,15 @@ def test_feeding_a_prompt_in_pieces_changes_nothing(config: ModelConfig):
         assert torch.allclose(run(model, ids, chunks), whole, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "biases", "qwen3"])
-def test_every_optional_tensor_is_used(name: str):
-    config = FAMILIES[name]
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_every_tensor_of_a_layer_is_used(config: ModelConfig):
     weights = random_weights(config, dtype=torch.float64)
     base = run(LlamaModel(config, weights, dtype=torch.float64), [1, 5, 9])
-    for field in ("q_bias", "k_bias", "v_bias", "output_bias", "gate_bias", "up_bias", "down_bias", "q_norm", "k_norm"):
+    for field in layer_shapes(config):
         tensor = getattr(weights.layers[0], field)
-        if tensor is not None:
-            changed = replace(weights.layers[0], **{field: tensor + noise(*tensor.shape)})
-            other = replace(weights, layers=[changed, *weights.layers[1:]])
-            assert not torch.allclose(run(LlamaModel(config, other, dtype=torch.float64), [1, 5, 9]), base), field
+        changed = replace(weights.layers[0], **{field: tensor + noise(*tensor.shape)})
+        other = replace(weights, layers=[changed, *weights.layers[1:]])
+        assert not torch.allclose(run(LlamaModel(config, other, dtype=torch.float64), [1, 5, 9]), base), field
 
 
 def test_a_tied_head_is_the_embedding_and_stays_tied():
