@@ -150,7 +150,7 @@ def halves_from_pairs(
 
 def _config(file: GGUFFile) -> ModelConfig:
     name = file.fields.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ConfigError(f"general.architecture: {name!r} is not one of {', '.join(ARCHITECTURES)}")
     _refuse_what_we_do_not_run(file, name)
     heads = _count(file, f"{name}.attention.head_count")
@@ -178,8 +178,8 @@ def _config(file: GGUFFile) -> ModelConfig:
         output_bias=_has_any(file, "output_bias"),
         mlp_bias=_has_any(file, "gate_bias", "up_bias", "down_bias"),
         qk_norm=name == "qwen3",
-        bos_token_id=file.fields.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=_eos_ids(file),
+        bos_token_id=next(iter(_token_ids(file, "bos")), None),
+        eos_token_ids=_token_ids(file, "eos", "eot", "eom"),
     )
 
 
@@ -193,9 +193,9 @@ def _refuse_what_we_do_not_run(file: GGUFFile, name: str) -> None:
         raise ConfigError(f"{name}.rope.scale_linear: {fields[f'{name}.rope.scale_linear']} is not 1.0")
     if fields.get(f"{name}.expert_count", 0):
         raise ConfigError(f"{name}.expert_count: {fields[f'{name}.expert_count']}; mixtures of experts are not run")
-    window = fields.get(f"{name}.attention.sliding_window", 0)
-    if window and window < _count(file, f"{name}.context_length"):
-        raise ConfigError(f"{name}.attention.sliding_window: {window} is shorter than the context and not supported")
+    window, context = f"{name}.attention.sliding_window", f"{name}.context_length"
+    if fields.get(window) and _count(file, window) < _count(file, context):
+        raise ConfigError(f"{window}: {fields[window]} is shorter than {context} and not supported")
 
 
 def _head_dim(file: GGUFFile, name: str, default: int) -> int:
@@ -213,7 +213,9 @@ def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> RopeScaling | 
         return None
     stored = file.read(ROPE_FACTORS).double().flatten().tolist()
     # The last pair turns slowest: its divisor is the factor, unless the head is so small that it lies on the ramp.
-    for factor in (f for f in (*stored[-1:], 8.0, 32.0) if f >= 1.0):
+    # Five digits: whoever made the table in float32 may be off by the last bit.
+    slowest = [float(f"{divisor:.5g}") for divisor in stored[-1:]]
+    for factor in (f for f in (*slowest, 8.0, 32.0) if f >= 1.0):
         scaling = RopeScaling(factor, LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL)
         made = _divisors(scaling, theta, head_dim)
         same = len(made) == len(stored) and np.allclose(made, stored, rtol=1e-5, atol=0.0)
@@ -253,13 +255,18 @@ def _number(file: GGUFFile, key: str, default: float | None = None) -> float:
     value = file.fields.get(key, default)
     if value is None:
         raise ConfigError(f"{key}: missing from {file.path.name}")
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ConfigError(f"{key}: {value!r} is not a positive number")
     # Stored as float32: its shortest spelling is the number somebody wrote, 1e-05 and not 9.99999974e-06.
     return float(str(np.float32(value)))
 
 
-def _eos_ids(file: GGUFFile) -> tuple[int, ...]:
-    """Every id that ends an answer: of the text, of the turn, of the message; each once."""
-    keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
+def _token_ids(file: GGUFFile, *kinds: str) -> tuple[int, ...]:
+    """The ids that the metadata gives these special tokens, each once. An answer ends at its text's, turn's or
+    message's end, so those are three kinds."""
+    keys = [f"tokenizer.ggml.{kind}_token_id" for kind in kinds]
+    for key in keys:
+        value = file.fields.get(key, 0)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigError(f"{key}: {value!r} is not a token id")
     return tuple(dict.fromkeys(file.fields[key] for key in keys if key in file.fields))
