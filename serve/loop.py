@@ -207,7 +207,8 @@ class EngineLoop:
         if self._engine.has_work or self._aborted:
             self._aborted = False
             self._hand_over(self._engine.step())
-        self._publish_stats()
+        if commands or not self._engine.has_work or time.monotonic() - self._stats_at > STATS_EVERY_S:
+            self._stats, self._stats_at = dict(self._engine.stats()), time.monotonic()
         self._busy_since = None
 
     def _take(self, *, wait: bool) -> list[_Submit | _Abort | None]:
@@ -252,11 +253,6 @@ class EngineLoop:
                 del self._routes[event.request_id]
         if batch:
             self._call(_deliver, batch)
-
-    def _publish_stats(self) -> None:
-        now = time.monotonic()
-        if not self._engine.has_work or now - self._stats_at > STATS_EVERY_S:
-            self._stats, self._stats_at = dict(self._engine.stats()), now
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
