@@ -125,7 +125,7 @@ def assemble(
     """Turn the tensors of a file into a model's, after checking all names and shapes before the first is read.
 
     `stored` holds every tensor of the checkpoint by its own name; `name_of` gives that name for a role. With tied
-    embeddings a stored head is accepted when it equals the embedding bit for bit, and is not kept.
+    embeddings a stored head is accepted when it equals the embedding, dtype and values, and is not kept.
 
     Raises:
         WeightsError: naming the tensors that are missing, unexpected, or of the wrong shape or dtype.
@@ -146,8 +146,10 @@ def assemble(
         for index in range(config.num_layers)
     ]
     final_norm = read("final_norm")
-    if config.tie_embeddings and head_name in stored and not torch.equal(read("lm_head"), embedding):
-        raise WeightsError(f"{head_name}: differs from the embedding, but tie_word_embeddings is true")
+    if config.tie_embeddings and head_name in stored:
+        head = read("lm_head")
+        if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+            raise WeightsError(f"{head_name}: differs from the embedding, but tie_word_embeddings is true")
     weights = ModelWeights(embedding, layers, final_norm, embedding if config.tie_embeddings else read("lm_head"))
     check_weights_shaped(held={role: tuple(t.shape) for role, t in weights.by_role()}, configured=shapes)
     check_weights_finite(tensors=dict(weights.by_role()))

@@ -264,8 +264,11 @@ def test_an_untied_config_without_a_head_names_the_head(tmp_path):
         load_weights(tmp_path, untied)
 
 
-def test_a_head_that_differs_from_a_tied_embedding_is_refused(tmp_path, weights):
-    write_single(tmp_path, as_checkpoint(weights))
+@pytest.mark.parametrize("fault", ["another value", "another dtype", "another shape"])
+def test_a_head_that_differs_from_a_tied_embedding_is_refused(tmp_path, weights, fault):
+    head = weights.embedding.clone()
+    head = {"another value": head + 1, "another dtype": head.double(), "another shape": head[:-1].clone()}[fault]
+    write_single(tmp_path, as_checkpoint(weights) | {checkpoint_name("lm_head"): head})
     with pytest.raises(WeightsError, match=r"lm_head\.weight: differs from the embedding"):
         load_weights(tmp_path, tiny_config(tie_embeddings=True))
 
