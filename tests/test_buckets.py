@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -150,32 +151,34 @@ def test_gate_rejects_a_map_with_a_gap_at_its_end():
         check_bucket_covers(axis="rows", sizes=[1, 2, 4], limit=4, mapped=[1, 2, 4])
 
 
-def inert(lens: list[int], writes: list[int], pad_rows: int) -> None:
-    check_pad_inert(context_lens=torch.tensor(lens), write_slots=torch.tensor(writes), pad_rows=pad_rows, sink_slot=80)
+def padded(lens: list[int], writes: list[int], pad_rows: int) -> dict[str, Any]:
+    """A step's last two vectors as their gate takes them, over a pool of 80 slots."""
+    vectors = {"context_lens": torch.tensor(lens), "write_slots": torch.tensor(writes)}
+    return {**vectors, "pad_rows": pad_rows, "sink_slot": 80}
 
 
 def test_gate_rejects_a_padded_row_that_reads():
-    inert([5, 3, 0, 0], [4, 9, 80, 80], 2)
+    check_pad_inert(**padded([5, 3, 0, 0], [4, 9, 80, 80], 2))
     with pytest.raises(GateError, match=re.escape("padded rows have context_len 0, but line 3 says 7 [1 of 4 lines]")):
-        inert([5, 3, 0, 7], [4, 9, 80, 80], 2)
+        check_pad_inert(**padded([5, 3, 0, 7], [4, 9, 80, 80], 2))
 
 
 @pytest.mark.parametrize("slot", [-1, 0, 79, 81])
 def test_gate_rejects_a_padded_row_that_writes_where_somebody_lives(slot: int):
     # -1 is what a sentinel would be: plain indexing takes it for the pool's last slot.
     with pytest.raises(GateError, match=f"padded rows write to the sink, slot 80, but line 2 says {slot} "):
-        inert([5, 3, 0, 0], [4, 9, slot, 80], 2)
+        check_pad_inert(**padded([5, 3, 0, 0], [4, 9, slot, 80], 2))
 
 
 def test_gate_rejects_a_real_row_that_writes_to_the_sink():
     with pytest.raises(GateError, match="no real row writes to the sink, slot 80, but line 1 says 80"):
-        inert([5, 3, 0, 0], [4, 80, 80, 80], 2)
+        check_pad_inert(**padded([5, 3, 0, 0], [4, 80, 80, 80], 2))
 
 
 def test_gate_rejects_a_warm_batch_whose_rows_are_not_all_padding():
-    inert([0, 0], [80, 80], 2)
+    check_pad_inert(**padded([0, 0], [80, 80], 2))
     with pytest.raises(GateError, match="no real row writes to the sink"):
-        inert([0, 0], [80, 80], 1)
+        check_pad_inert(**padded([0, 0], [80, 80], 1))
 
 
 # ---- any order --------------------------------------------------------------------------------------------------

@@ -38,9 +38,10 @@ def options(paged: Paged, bucket_decode: bool, persist_inputs: bool) -> dict[str
     return {"buckets": buckets, "inputs": inputs}
 
 
-def addressing(plan: DecodePlan, sink: int, **changes: Any) -> None:
-    fields = {"slot_mapping", "context_lens", "write_slots", "positions", "rows"}
-    check_plan_addressing(**{name: getattr(plan, name) for name in fields} | {"sink_slot": sink} | changes)
+def addressing(plan: DecodePlan, sink: int, **changes: Any) -> dict[str, Any]:
+    """A plan as its gate takes it, with a fault put in."""
+    fields = ("slot_mapping", "context_lens", "write_slots", "positions", "rows")
+    return {name: getattr(plan, name) for name in fields} | {"sink_slot": sink} | changes
 
 
 # ---- holds ------------------------------------------------------------------------------------------------------
@@ -180,19 +181,19 @@ def test_a_bucket_set_made_for_larger_storage_is_refused_before_anything_grows(r
 def test_gate_rejects_a_row_whose_last_entry_is_not_where_it_writes():
     paged = filled(5, 3)
     plan = paged.plan((0, 1))
-    addressing(plan, paged.sink)
+    check_plan_addressing(**addressing(plan, paged.sink))
     with pytest.raises(GateError, match=r"plan\.addressing: row 1 writes to slot \d+, its last entry is slot \d+"):
-        addressing(plan, paged.sink, write_slots=plan.write_slots.flip(0), rows=(1, 0))
+        check_plan_addressing(**addressing(plan, paged.sink, write_slots=plan.write_slots.flip(0), rows=(1, 0)))
     paged.slots.slots[0, 5] = 0  # over a window, the same comparison says that somebody rewrote it
     with pytest.raises(GateError, match=r"row 0 writes to slot \d+, its last entry is slot 0"):
-        addressing(plan, paged.sink)
+        check_plan_addressing(**addressing(plan, paged.sink))
 
 
 def test_gate_rejects_a_position_one_past_the_token():
     paged = filled(5, 3)
     plan = paged.plan((0, 1))
     with pytest.raises(GateError, match="row 0 is at position 6, it reads 6 tokens"):
-        addressing(plan, paged.sink, positions=plan.context_lens)
+        check_plan_addressing(**addressing(plan, paged.sink, positions=plan.context_lens))
 
 
 @pytest.mark.parametrize("length", [0, 7])
@@ -200,7 +201,7 @@ def test_gate_rejects_a_length_outside_the_rectangle(length: int):
     paged = filled(5, 3)
     plan = paged.plan((0, 1))
     with pytest.raises(GateError, match=f"row 0 reads {length} tokens, the rectangle is 6 wide"):
-        addressing(plan, paged.sink, context_lens=torch.tensor([length, 4]))
+        check_plan_addressing(**addressing(plan, paged.sink, context_lens=torch.tensor([length, 4])))
 
 
 @pytest.mark.parametrize("cell", [-1, 10_000])
@@ -209,7 +210,7 @@ def test_gate_rejects_padding_that_is_no_slot(cell: int):
     plan = paged.plan((0, 1))
     plan.slot_mapping[1, 5] = cell
     with pytest.raises(GateError, match=rf"cells are .*{cell}.*, legal slots are 0\.\.{paged.sink}"):
-        addressing(plan, paged.sink)
+        check_plan_addressing(**addressing(plan, paged.sink))
 
 
 def test_gate_rejects_a_plan_that_is_run_twice():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -54,16 +55,10 @@ def masked_sum(pool: Tensor, mapping: Tensor, lens: Tensor) -> Tensor:
     return torch.where(torch.arange(mapping.shape[1]) < lens[:, None], cells, 0.0).sum(1)
 
 
-def intact(plan: DecodePlan, made: Tensor | None = None) -> None:
-    """The gate over a held plan: its tensors against its own host copies, and against a clone when there is one."""
-    check_window_intact(
-        rows=plan.rows,
-        slot_mapping=plan.slot_mapping,
-        context_lens=plan.context_lens,
-        lengths=plan.lengths,
-        slots=plan.slots,
-        made=made,
-    )
+def held(plan: DecodePlan, made: Tensor | None = None) -> dict[str, Any]:
+    """A held plan as its gate takes it: its tensors, its own host copies, and a clone when there is one."""
+    fields = ("rows", "slot_mapping", "context_lens", "lengths", "slots")
+    return {name: getattr(plan, name) for name in fields} | {"made": made}
 
 
 # ---- holds ------------------------------------------------------------------------------------------------------
@@ -353,7 +348,7 @@ def test_gate_rejects_a_copied_prefix_as_the_plans_fault():
 def test_gate_rejects_a_window_whose_row_changed_tenant_under_it():
     paged = synced(5, 3)
     plan = paged.plan((0, 1))
-    intact(plan)
+    check_window_intact(**held(plan))
     paged.release(0)
     paged.reserve(1, 12)  # takes the freed blocks, so the newcomer gets others
     paged.adopt(0, 6)
@@ -361,7 +356,7 @@ def test_gate_rejects_a_window_whose_row_changed_tenant_under_it():
     # Live state against live state cannot fail: the window and the tables moved together.
     assert plan.slot_mapping[0, :6].tolist() == paged.truth(0)
     with pytest.raises(GateError, match=r"slots\.window_intact: row 0 was planned to end in slot \d+"):
-        intact(plan)
+        check_window_intact(**held(plan))
 
 
 def test_gate_rejects_a_shorter_tenant_by_the_copy_made_with_the_plan():
@@ -372,9 +367,9 @@ def test_gate_rejects_a_shorter_tenant_by_the_copy_made_with_the_plan():
     paged.reserve(1, 12)
     paged.adopt(0, 2)
     paged.slots.sync(paged.tables, (0,))
-    intact(plan)  # the last cell still stands: a host copy of the write slots alone sees nothing
+    check_window_intact(**held(plan))  # the last cell still stands: a host copy of the write slots alone sees nothing
     with pytest.raises(GateError, match="row 0 was planned over 10 cells, 2 have changed since"):
-        intact(plan, made)
+        check_window_intact(**held(plan, made))
 
 
 def test_gate_rejects_lengths_that_moved_under_a_held_plan():
@@ -384,7 +379,7 @@ def test_gate_rejects_lengths_that_moved_under_a_held_plan():
     with pytest.raises(
         GateError, match=r"holds lengths \[6, 4\], its context_lens say \[6, 5\] \[first at row 1; 1 of 2\]"
     ):
-        intact(plan)
+        check_window_intact(**held(plan))
 
 
 def test_gate_rejects_a_rebuild_that_calls_itself_an_append():
@@ -476,7 +471,7 @@ class SlotTableMachine(RuleBasedStateMachine):
         for row, slot in zip(rows, plan.slots, strict=True):
             self.model[row].append(slot)
         self.row_steps += len(rows)
-        intact(plan)
+        check_window_intact(**held(plan))
 
     @rule(data=st.data())
     def read(self, data: st.DataObject) -> None:
