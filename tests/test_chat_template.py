@@ -116,6 +116,11 @@ def test_null_fields_are_absent_to_a_template():
     assert template.render([{"role": "user", "content": None}]) == 'False {"role": "user"}'
 
 
+def test_names_set_inside_a_generation_block_stay_there():
+    source = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
+    assert ChatTemplate(source).render([USER]) == render_jinja_template([[USER]], chat_template=source)[0][0] == "21"
+
+
 def test_byte_tokenizer_chat_is_one_bos_and_closed_turns():
     tokenizer = ByteTokenizer()
     text = tokenizer.render_chat([USER, ANSWER])

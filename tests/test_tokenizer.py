@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 import reference.stops
@@ -194,6 +194,18 @@ def test_specials_are_read_from_every_file_that_may_hold_them(tmp_path: Path):
     new = tokenizer.encode("<new>")
     assert new == [backend.get_vocab_size()]
     assert set(new) <= tokenizer.special_ids
+
+
+def test_a_named_special_token_is_special_though_only_the_vocabulary_holds_it(tmp_path: Path):
+    vocab = {character: byte for byte, character in enumerate(byte_alphabet())} | {"<s>": 256}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert tokenizer.encode("a<s>") == AutoTokenizer.from_pretrained(tmp_path).encode("a<s>") == [97, 256]
+    assert tokenizer.special_ids == {256}
 
 
 def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path: Path):
