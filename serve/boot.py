@@ -116,28 +116,50 @@ def boot_line(loaded: LoadedModel, engine: Engine, args: argparse.Namespace, *, 
 
 
 def serve(args: argparse.Namespace) -> int:
-    """`nanoserve serve`: take the port, load, say where, answer until interrupted."""
+    """`nanoserve serve`: take the port, load, say where, answer until interrupted.
+
+    Raises:
+        OSError: the port cannot be had.
+        RuntimeError: the engine died; open requests got an error and the server has shut down.
+    """
     with listen(args.host, args.port) as listener:
         loaded, engine = boot(args)
-        import uvicorn
-
-        from serve.app import build_app
-
-        name = args.served_model_name or loaded.name
-        app = build_app(engine, loaded.tokenizer, model_name=name)
-        config = uvicorn.Config(
-            app,
-            log_level="info" if args.access_log else "warning",
-            access_log=args.access_log,
-            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-        )
-        url = base_url(listener)
+        name, url = args.served_model_name or loaded.name, base_url(listener)
         print(f"serving on {url}/v1 (Ctrl-C stops); try:\n{example(url, name, chat=has_chat(loaded))}", flush=True)
         try:
-            uvicorn.Server(config).run(sockets=[listener])
+            death = _run(engine, loaded, listener, name=name, access_log=args.access_log)
         except KeyboardInterrupt:  # uvicorn has shut down in order and hands the signal on
             print("stopped", file=sys.stderr)
+            return 0
+    if death:
+        raise RuntimeError(f"the engine died: {type(death[0]).__name__}: {death[0]}")
     return 0
+
+
+def _run(
+    engine: Engine, loaded: LoadedModel, listener: socket.socket, *, name: str, access_log: bool
+) -> list[BaseException]:
+    """Serve until told to stop; what killed the engine, if something did."""
+    import uvicorn
+
+    from serve.app import build_app
+
+    death: list[BaseException] = []
+
+    def on_death(error: BaseException) -> None:
+        death.append(error)
+        server.should_exit = True
+
+    app = build_app(engine, loaded.tokenizer, model_name=name, drain_s=SHUTDOWN_SECONDS, on_death=on_death)
+    config = uvicorn.Config(
+        app,
+        log_level="info" if access_log else "warning",
+        access_log=access_log,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )
+    server = uvicorn.Server(config)
+    server.run(sockets=[listener])
+    return death
 
 
 def listen(host: str, port: int) -> socket.socket:

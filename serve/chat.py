@@ -19,7 +19,7 @@ from typing import TextIO
 from reference.request import Engine, Request, SamplingParams
 from reference.tokenizer import Tokenizer
 from serve.boot import as_option, boot
-from serve.generate import Answer, sampling_params
+from serve.generate import Continuation, sampling_params
 from serve.options import UsageError
 
 HELP = "/reset forgets the conversation, /system TEXT sets the system message (empty: the model's own), /exit leaves"
@@ -34,7 +34,7 @@ class Conversation:
         self.params = params
         self.system = system
         self.messages: list[dict[str, str]] = []
-        self.last: Answer | None = None
+        self.last: Continuation | None = None
 
     def reset(self) -> None:
         """Forget every message; the system message stays."""
@@ -50,13 +50,12 @@ class Conversation:
         asked = {"role": "user", "content": text}
         first = [{"role": "system", "content": self.system}] if self.system else []
         prompt_ids = self.tokenizer.apply_chat_template([*first, *self.messages, asked])
-        room = self.engine.max_model_len - len(prompt_ids)
+        limit = self.engine.max_model_len
+        room = limit - len(prompt_ids)
         if room < 1:
-            raise ValueError(
-                f"{len(prompt_ids):,} tokens leave no room for an answer; {self.engine.max_model_len:,} fit"
-            )
+            raise ValueError(f"{len(prompt_ids):,} tokens leave no room for an answer; the context holds {limit:,}")
         params = replace(self.params, max_tokens=min(room, self.params.max_tokens or room))
-        self.last = Answer(self.engine, self.tokenizer, Request(tuple(prompt_ids), params))
+        self.last = Continuation(self.engine, self.tokenizer, Request(tuple(prompt_ids), params))
         answer = ""
         try:
             for piece in self.last:
@@ -124,7 +123,7 @@ def _turn(conversation: Conversation, text: str, *, out: TextIO, notes: TextIO) 
         print(_summary(conversation.last, seconds, conversation.engine.max_model_len), file=notes)
 
 
-def _summary(answer: Answer, seconds: float, limit: int) -> str:
+def _summary(answer: Continuation, seconds: float, limit: int) -> str:
     num_tokens, prompt = len(answer.token_ids), len(answer.request.prompt_ids)
     line = (
         f"[{num_tokens} tokens, {num_tokens / max(seconds, 1e-9):.1f} tokens/s, {prompt + num_tokens:,} of {limit:,}]"

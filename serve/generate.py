@@ -1,4 +1,4 @@
-"""`nanoserve generate`, and `Answer`: one request on an idle engine, as text while it grows.
+"""`nanoserve generate`, and `Continuation`: one request on an idle engine, as text while it grows.
 
 The command prints the text, or as its last line one JSON object with `prompt_ids, token_ids, text, finish_reason`, so
 that a script can compare two engines by their ids. Stop strings are matched here, where there is text; the engine
@@ -21,7 +21,7 @@ from serve.boot import as_option, boot
 from serve.options import UsageError
 
 
-class Answer:
+class Continuation:
     """One request from its submission to its last event; iterate over it for the text, piece by piece.
 
     `token_ids` holds every token emitted, the one that ended the answer included; the text leaves out special tokens,
@@ -89,7 +89,7 @@ def generate(args: argparse.Namespace) -> int:
     loaded, engine = boot(args)
     prompt_ids = _prompt_ids(args, loaded.tokenizer)
     try:
-        answer = Answer(engine, loaded.tokenizer, Request(prompt_ids, params), stops=stops)
+        answer = Continuation(engine, loaded.tokenizer, Request(prompt_ids, params), stops=stops)
     except ValueError as error:
         raise as_option(error) from error
     text = ""
