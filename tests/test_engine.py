@@ -307,7 +307,7 @@ def test_gate_rejects_a_request_that_ends_twice():
 
 
 def test_gate_rejects_a_request_that_ends_and_stays_open():
-    with pytest.raises(GateError, match=r"request \['a'\] ended in this step, it is still open after it"):
+    with pytest.raises(GateError, match="request 'a' ended in this step, it is still open after it"):
         check_ends_once(events=[("a", "stop")], open_before={"a", "b"}, open_after={"a", "b"})
 
 
