@@ -217,8 +217,10 @@ def test_decode_attention_reads_its_row_and_nothing_else(poison: float):
         torch.testing.assert_close(got[row], plain_attention(q[row], k[slots], v[slots], 0.3))
 
 
+@pytest.mark.parametrize("tile", [1, 4, 6, 7])
 @pytest.mark.parametrize("start", [0, 1, 5])
-def test_prefill_attention_is_causal_from_any_start(start: int):
+def test_prefill_attention_is_causal_from_any_start_in_any_tile(start: int, tile: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fast.attention.QUERY_TILE", tile)
     k, v = pools()
     slots = torch.randperm(40, generator=torch.Generator().manual_seed(4))[: start + 6]
     q = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
