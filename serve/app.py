@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -43,6 +44,7 @@ from serve.ticket import Ticket
 
 B = TypeVar("B", bound=SamplingBody)
 
+HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # JSON can spell half a surrogate pair, which UTF-8 cannot hold
 CLIENT_CLOSED_REQUEST = 499  # nginx's number for an answer that nobody waits for
 
 
@@ -201,7 +203,13 @@ async def read_json(request: Request, *, max_bytes: int) -> Any:
     except ClientDisconnect:
         raise ClientGone from None
     try:
-        return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        text = data.decode("utf-8")
+        value = json.loads(text, parse_constant=_refuse_constant)
+        if HALF_PAIR.search(text):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
+    except UnicodeEncodeError:
+        raise bad_request("body: a lone surrogate is not a character") from None
     except UnicodeDecodeError as error:
         raise bad_request(f"body: not UTF-8, byte {error.start} is {data[error.start]:#04x}") from None
     except (ValueError, RecursionError) as error:
