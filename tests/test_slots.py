@@ -106,6 +106,15 @@ def test_a_prefix_is_a_window_on_the_buffer_itself(count: int, width: int):
     assert (paged.slots.windows, paged.slots.gathers, paged.slots.window_share) == (1, 0, 1.0)
 
 
+def test_the_same_address_with_another_row_stride_is_no_window():
+    table = synced(7, 7).slots
+    packed = table.slots.view(-1)[:16].view(2, 8)  # begins where the table does; its second row is not row 1
+    assert packed.data_ptr() == table.address
+    assert not table.is_window(packed)
+    with pytest.raises(GateError, match="with row stride 8, the table is at 0x[0-9a-f]+ with 32"):
+        check_mapping_is_window(mapping=packed, table=table.read_buffer, rows=(0, 1))
+
+
 @pytest.mark.parametrize("rows", [(1,), (0, 2), (2, 1, 0), (1, 0), (0, 1, 3)])
 def test_any_other_row_set_is_a_copy_of_the_same_numbers(rows: tuple[int, ...]):
     paged = synced(5, 3, 8, 1)
