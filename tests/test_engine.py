@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -197,6 +198,17 @@ def test_an_abort_ends_a_request_in_the_next_step_and_frees_it_now(steps: int):
     assert events[0] == Event("a", None, "abort")
     assert tokens_of(events, "a") == []
     assert tokens_of(events, "b") == run_alone(Request([3], free(2, temperature=0))).token_ids
+
+
+def test_an_aborted_requests_memory_is_gone_before_its_event():
+    engine = make_engine()
+    engine.submit(Request([1, 2], free(), "a"))
+    engine.step()
+    assert engine._running is not None
+    assert engine._running.cache is not None
+    cache = weakref.ref(engine._running.cache)
+    engine.abort("a")
+    assert cache() is None
 
 
 def test_aborting_twice_or_the_unknown_or_the_ended_does_nothing():
