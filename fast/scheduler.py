@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from fast.cache import BatchedPagedKVCache
 from fast.compact import RowCompactor, RowMove
 from fast.rows import Sequence
+from gates.compact import check_moves_amortised
 from gates.scheduler import check_earliest_kept, check_queue_order, check_rows_accounted
 
 
@@ -60,6 +61,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.preemptions = 0
+        self.releases = 0  # rows vacated, by an end, an abort or a preemption
         self._free_rows = list(range(cache.max_batch_size))  # a heap: the lowest free row goes first
 
     @property
@@ -132,6 +134,7 @@ class Scheduler:
         if self.compactor is None:
             return ()
         moves = self.compactor.compact(sorted(self.running))
+        check_moves_amortised(moves=self.compactor.moves, releases=self.releases)
         for move in moves:
             sequence = self.running.pop(move.src)
             sequence.row = move.dst
@@ -165,6 +168,7 @@ class Scheduler:
             raise ValueError(f"request {sequence.request.id!r} sits in no row")
         self.cache.free(row)
         del self.running[row]
+        self.releases += 1
         sequence.row = None
         heapq.heappush(self._free_rows, row)
         if self.on_release is not None:
