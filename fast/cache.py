@@ -50,6 +50,8 @@ class BatchedPagedKVCache:
         self.slot_table = SlotTable(
             max_batch_size=max_batch_size, max_model_len=self.max_model_len, device=device, gather=gather
         )
+        self.tenancies = 0  # rows ever adopted
+        self.prefilled_tokens = 0  # tokens that entered a row by a prefill
         # One tensor a layer: a write to layer 3 never makes a compiler believe that layer 4 moved.
         shape = (self.num_slots + 1, config.num_kv_heads, config.head_dim)
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
@@ -73,6 +75,7 @@ class BatchedPagedKVCache:
     def adopt_row(self, row: int, blocks: list[int]) -> None:
         """Give an empty row its first blocks. Raises ValueError when the row still holds a tenant."""
         self.tables[row].adopt(blocks)
+        self.tenancies += 1
 
     def grow_row(self, row: int, tokens: int) -> None:
         """Allocate what row needs to hold `tokens` tokens. Raises OutOfBlocks, and then nothing has changed."""
@@ -83,6 +86,7 @@ class BatchedPagedKVCache:
         """Count `tokens` more tokens of a row, a prefill's, mirror them, and return the slots of all its tokens."""
         table = self.tables[row]
         table.advance(tokens)
+        self.prefilled_tokens += tokens
         self.slot_table.sync(self.tables, (row,))
         return table.slots(0, table.length)
 

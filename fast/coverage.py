@@ -17,6 +17,7 @@ from fast.compact import RowCompactor, is_compact
 from fast.plan import plan_decode
 from fast.rows import Sequence
 from fast.scheduler import Scheduler, SchedulerOutput
+from gates.warmup import check_arm_replayed_every_step
 from reference.config import ModelConfig
 from reference.request import Request, SamplingParams
 
@@ -99,6 +100,11 @@ def coverage(
         _emit(output, scheduler)
         decoded += [output.decode_rows] if output.decode_rows else []
     replayed = sum(is_compact(rows) for rows in decoded)
+    if compact_rows:
+        scattered = len(decoded) - replayed
+        check_arm_replayed_every_step(
+            decode_steps=len(decoded), replayed=replayed, reasons={"scattered rows": scattered}
+        )
     return Coverage(len(decoded), replayed, compactor.moves, cache.slot_table.moved_cells)
 
 

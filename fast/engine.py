@@ -13,27 +13,31 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fast.cache import BatchedPagedKVCache
+from fast.capture import Recorder
 from fast.compact import RowCompactor, RowMove
+from fast.decode import DEFAULT_WIDTH_MULTIPLE, DecodePath
 from fast.model import Chunk, Forward
-from fast.plan import plan_decode
+from fast.pool import KVPoolPlan, plan_pool
 from fast.rows import Rows, Sequence
 from fast.sampling import Sampled, sample_rows
 from fast.scheduler import Scheduler, SchedulerOutput
+from fast.warmup import WarmupReport
 from gates import FULL, enabled
-from gates.blocks import check_blocks_conserved, check_mapping_follows_tables, check_owned_once, check_tables_cover
+from gates.blocks import check_blocks_conserved, check_owned_once, check_tables_cover
 from gates.engine import check_ends_once, check_gauges, check_tokens_cached, check_within_limits
+from gates.plan import check_rebuild_bounded
 from gates.sampling import check_draw_position
 from gates.scheduler import check_decode_room, check_rows_follow_requests, check_vacated_rows_neutral
+from gates.slots import check_resyncs_bounded
 from reference import request as contract
 from reference.config import ModelConfig
 from reference.request import Completion, Event, Request, validate_submit
 from reference.weights import ModelWeights
-
-DEFAULT_KV_BYTES = 1 << 30
 
 
 def random_seed() -> int:
@@ -42,24 +46,34 @@ def random_seed() -> int:
 
 
 class Engine:
-    """Continuous batching over a paged K/V cache; `build` makes one from a model and limits."""
+    """Continuous batching over a paged K/V cache; `build` makes one from a model, limits and switches."""
 
     def __init__(
         self,
         forward: Forward,
         cache: BatchedPagedKVCache,
         *,
+        decode: DecodePath | None = None,
         compactor: RowCompactor | None = None,
+        pool_plan: KVPoolPlan | None = None,
         seed_source: Callable[[], int] = random_seed,
     ) -> None:
         self.config = forward.config
         self.forward = forward
         self.cache = cache
+        self.decode = decode or DecodePath(forward, cache)
+        self.pool_plan = pool_plan
         self.rows = Rows(cache.max_batch_size)
-        self.scheduler = Scheduler(cache, compactor=compactor, on_admit=self.rows.admit, on_release=self.rows.release)
+        self.scheduler = Scheduler(
+            cache,
+            compactor=compactor,
+            on_admit=self.rows.admit,
+            on_release=self.rows.release,
+            snapshot=self._snapshot,
+        )
         if compactor is not None:
             compactor.on_move = self._move_row
-        self.decode_steps = self.prefill_tokens = self.decode_tokens = self.steps = 0
+        self.prefill_tokens = self.steps = 0
         self._seed_source = seed_source
         self._open: dict[str, Sequence] = {}  # every request whose last event is still to come
         self._aborted: list[str] = []  # ended, but the next step is yet to say so
@@ -78,38 +92,59 @@ class Engine:
         max_model_len: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        bucket_decode: bool = False,
+        persist_inputs: bool = False,
+        capture_decode: bool = False,
+        record_on_miss: bool = False,
         compact_rows: bool = False,
+        gather_rows: bool = False,
+        width_multiple: int = DEFAULT_WIDTH_MULTIPLE,
+        recorder: Recorder | None = None,
         seed_source: Callable[[], int] = random_seed,
     ) -> Engine:
-        """An engine with a pool of `num_blocks`, or of what `kv_bytes` buys (1 GiB unless told), never more than
-        `max_batch_size` full-length requests can use.
+        """An engine over the pool that `plan_pool` makes of the sizes; every switch is separate and off.
+
+        `compact_rows` moves survivors into holes, `gather_rows` leaves rows where they are and reads them through
+        one fixed buffer instead. The other switches are `DecodePath`'s; a captured path is to be warmed
+        (`warm_decode`) before it is used.
 
         Raises:
-            ValueError: a limit is out of range, or the pool cannot hold one prompt token and one answer token.
+            ValueError: a limit is out of range, the pool holds nobody, or switches contradict each other.
         """
-        limit = config.max_positions if max_model_len is None else min(max_model_len, config.max_positions)
-        if num_blocks is not None and kv_bytes is not None:
-            raise ValueError(f"kv_bytes: {kv_bytes} and num_blocks {num_blocks} both size the pool; give one")
-        if num_blocks is None:
-            block_bytes = config.kv_elements_per_token * dtype.itemsize * block_size
-            most = max_batch_size * -(-limit // block_size)
-            num_blocks = min(most, (DEFAULT_KV_BYTES if kv_bytes is None else kv_bytes) // block_bytes)
-        if min(limit, num_blocks * block_size) < 2:
-            raise ValueError(
-                f"max_model_len: {limit} tokens over {num_blocks} blocks of {block_size} is not at least 2"
-            )
+        if compact_rows and gather_rows:
+            raise ValueError("gather_rows: True leaves rows in place, compact_rows moves them; choose one")
+        pool_plan = plan_pool(
+            config,
+            max_batch_size=max_batch_size,
+            block_size=block_size,
+            element_bytes=dtype.itemsize,
+            num_blocks=num_blocks,
+            kv_bytes=kv_bytes,
+            max_model_len=max_model_len,
+        )
         cache = BatchedPagedKVCache(
             config,
             max_batch_size=max_batch_size,
-            num_blocks=num_blocks,
+            num_blocks=pool_plan.num_blocks,
             block_size=block_size,
-            max_model_len=limit,
+            max_model_len=pool_plan.max_model_len,
             dtype=dtype,
             device=device,
+            gather=gather_rows,
         )
         forward = Forward(config, weights, max_positions=cache.max_model_len, dtype=dtype, device=device)
-        compactor = RowCompactor("compact" if compact_rows else "free")
-        return cls(forward, cache, compactor=compactor, seed_source=seed_source)
+        decode = DecodePath(
+            forward,
+            cache,
+            bucket_decode=bucket_decode,
+            persist_inputs=persist_inputs,
+            capture_decode=capture_decode,
+            record_on_miss=record_on_miss,
+            width_multiple=width_multiple,
+            recorder=recorder,
+        )
+        compactor = RowCompactor("compact" if compact_rows else "gather" if gather_rows else "free")
+        return cls(forward, cache, decode=decode, compactor=compactor, pool_plan=pool_plan, seed_source=seed_source)
 
     @property
     def max_model_len(self) -> int:
@@ -191,10 +226,16 @@ class Engine:
             "num_blocks": self.cache.allocator.num_blocks,
             "preemptions": self.scheduler.preemptions,
             "steps": self.steps,
-            "decode_steps": self.decode_steps,
             "prefill_tokens": self.prefill_tokens,
-            "decode_tokens": self.decode_tokens,
+            "moves": 0 if self.scheduler.compactor is None else self.scheduler.compactor.moves,
+            **self.decode.stats(),
         }
+
+    def warm_decode(
+        self, *, max_rows: int | None = None, max_width: int | None = None, budget_bytes: int | None = None
+    ) -> WarmupReport:
+        """Record the warm list before the first request; see `DecodePath.warm`."""
+        return self.decode.warm(max_rows=max_rows, max_width=max_width, budget_bytes=budget_bytes)
 
     def generate(self, requests: list[Request]) -> list[Completion]:
         """Run requests to their end on an idle engine; see `reference.request.generate`."""
@@ -203,6 +244,21 @@ class Engine:
     def _move_row(self, move: RowMove) -> None:
         self.cache.move_row(src=move.src, dst=move.dst)
         self.rows.move(src=move.src, dst=move.dst)
+
+    def _snapshot(self) -> dict[int, dict[str, object]]:
+        """All that each occupied row owns, as plain values that no later move can change."""
+        table = self.cache.slot_table
+        owned: dict[int, dict[str, object]] = {}
+        for row, sequence in self.scheduler.running.items():
+            columns = {c.name: getattr(self.rows, c.name)[row] for c in self.rows.columns()}
+            owned[row] = {
+                "id": sequence.request.id,
+                "tokens": tuple(sequence.tokens),
+                "blocks": tuple(self.cache.tables[row].blocks),
+                "slots": tuple(table.slots[row, : table.length(row)].tolist()),
+                **{name: v.item() if isinstance(v, np.generic) else id(v) for name, v in columns.items()},
+            }
+        return owned
 
     def _prefill(self, output: SchedulerOutput) -> Tensor:  # [A, V]
         chunks = []
@@ -213,23 +269,7 @@ class Engine:
         return self.forward.prefill(chunks, self.cache)
 
     def _decode(self, rows: tuple[int, ...]) -> Tensor:  # [R, V]
-        plan = plan_decode(
-            tables=self.cache.tables,
-            slot_table=self.cache.slot_table,
-            rows=rows,
-            input_ids=[self.scheduler.running[row].tokens[-1] for row in rows],
-            sink_slot=self.cache.sink_slot,
-        )
-        if enabled(FULL):
-            check_mapping_follows_tables(
-                slot_mapping=plan.slot_mapping[: len(rows)],
-                context_lens=plan.context_lens[: len(rows)],
-                tables=[self.cache.tables[row].blocks for row in rows],
-                block_size=self.cache.block_size,
-            )
-        self.decode_steps += 1
-        self.decode_tokens += len(rows)
-        return self.forward.decode(plan, self.cache)[: len(rows)]
+        return self.decode.run(rows, [self.scheduler.running[row].tokens[-1] for row in rows])
 
     def _sample(self, logits: Tensor, rows: tuple[int, ...]) -> Sampled:  # [R, V]
         # Two counts of the same thing that cannot lean on each other: K/V stored, and tokens the request holds.
@@ -288,6 +328,12 @@ class Engine:
             block_size=self.cache.block_size,
         )
         self._check_blocks()
+        slot_table = self.cache.slot_table
+        check_resyncs_bounded(resyncs=slot_table.resyncs, tenancies=self.cache.tenancies)
+        check_rebuild_bounded(
+            cells_written=slot_table.written_cells,
+            tokens_appended=self.cache.prefilled_tokens + slot_table.appended_cells,
+        )
         if enabled(FULL):
             check_vacated_rows_neutral(
                 dirty={row: self.rows.dirty_columns(row) for row in self.scheduler.free_rows},

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fast.cache import BatchedPagedKVCache
 from fast.compact import RowCompactor, RowMove
 from fast.rows import Sequence
-from gates.compact import check_moves_amortised
+from gates.compact import check_compaction_right, check_moves_amortised
+from gates.core import FULL, enabled
 from gates.scheduler import check_earliest_kept, check_queue_order, check_rows_accounted
 
 
@@ -43,7 +44,8 @@ class Scheduler:
     """First come, first served, over one block pool and `cache.max_batch_size` rows.
 
     `on_admit(row, sequence)` and `on_release(row)` let the owner keep per-row state in step with the rows. The
-    `compactor` is plugged in by the owner; without one, rows stay where they were handed out.
+    `compactor` is plugged in by the owner; without one, rows stay where they were handed out. `snapshot` copies all
+    that each occupied row owns as plain values, by column name, for the gate around a compaction.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class Scheduler:
         compactor: RowCompactor | None = None,
         on_admit: Callable[[int, Sequence], None] | None = None,
         on_release: Callable[[int], None] | None = None,
+        snapshot: Callable[[], Mapping[int, Mapping[str, object]]] | None = None,
     ) -> None:
         self.cache = cache
         self.compactor = compactor
         self.on_admit = on_admit
         self.on_release = on_release
+        self.snapshot = snapshot
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.preemptions = 0
@@ -133,6 +137,7 @@ class Scheduler:
     def _compact(self) -> tuple[RowMove, ...]:
         if self.compactor is None:
             return ()
+        before = self.snapshot() if self.snapshot is not None and enabled(FULL) else None
         moves = self.compactor.compact(sorted(self.running))
         check_moves_amortised(moves=self.compactor.moves, releases=self.releases)
         for move in moves:
@@ -141,6 +146,9 @@ class Scheduler:
             self.running[move.dst] = sequence
         if moves:
             self._free_rows = [row for row in range(self.cache.max_batch_size) if row not in self.running]
+        if before is not None and self.snapshot is not None:
+            pairs = [(move.src, move.dst) for move in moves]
+            check_compaction_right(before=before, after=self.snapshot(), moves=pairs)
         return moves
 
     def _admit(self) -> tuple[Sequence, ...]:

@@ -3,7 +3,7 @@
 A gate takes plain values and tensors, never an engine, and imports no sibling package: what judges an
 engine must not depend on it. `gates.core` holds the machinery; one module a subject holds the gates.
 
-Gates: every module here. Proof: tests/test_gates.py. Story: gates.
+Proof: tests/test_gates.py. Story: gates.
 """
 
 from gates.core import CHEAP, FULL, OFF, GateError, counters, enabled, gate, level, require, set_level

@@ -15,6 +15,7 @@ from fast.engine import Engine
 from fast.model import Chunk
 from fast.rows import Rows
 from gates import GateError
+from gates.core import at_level
 from reference.request import Completion, Event, Request, SamplingParams
 from tests.harness import SHAPES, TINY, Arrival, Trace, lockstep, tiny_config, tiny_engine, tiny_weights
 
@@ -292,7 +293,23 @@ def test_gate_rejects_a_move_that_leaves_the_sampler_state_behind(monkeypatch: p
     monkeypatch.setattr(Rows, "move", lambda rows, **move: None)  # the fault
     engine.submit(Request((5,), replace(GREEDY, max_tokens=1), "brief"))
     engine.submit(Request((6,), replace(GREEDY, max_tokens=9), "long"))
-    with pytest.raises(GateError, match="row 0 runs request 'long', its sampler state is ''"):
+    with at_level("cheap"), pytest.raises(GateError, match="row 0 runs request 'long', its sampler state is ''"):
+        drain(engine)  # the cheap gate's fault to find; at full the gate around the compaction fires first
+
+
+def test_gate_rejects_a_compaction_that_loses_a_column(monkeypatch: pytest.MonkeyPatch):
+    engine = tiny_engine(num_blocks=12, max_batch_size=2, compact_rows=True)
+    move = Rows.move
+
+    def forgets_the_seed(rows: Rows, *, src: int, dst: int) -> None:
+        seed = rows.seed[dst]
+        move(rows, src=src, dst=dst)
+        rows.seed[dst] = seed
+
+    monkeypatch.setattr(Rows, "move", forgets_the_seed)
+    engine.submit(Request((5,), replace(GREEDY, max_tokens=1), "brief"))
+    engine.submit(Request((6,), replace(GREEDY, max_tokens=9, seed=77), "long"))
+    with pytest.raises(GateError, match="gate compact.right: row 1 -> 0: seed was 77"):
         drain(engine)
 
 

@@ -1,0 +1,173 @@
+"""The decode half of a step, from rows to logits: plan, check, then replay or run eagerly.
+
+Five switches, each correct without the next: `bucket_decode` pads to a closed set of shapes, `persist_inputs` writes
+the step's vectors in place, `capture_decode` replays recordings (and needs both), `record_on_miss` records an unseen
+shape in front of the client, and the cache's `gather` reads scattered rows at a fixed address. It owns no row and no
+request; the engine says which rows decode and gets one line of logits for each.
+
+Gates: gates.plan. Proof: tests/test_wiring.py. Story: wiring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fast.buckets import BucketSet, Shape
+from fast.cache import BatchedPagedKVCache
+from fast.capture import CapturedDecode, CUDAGraphRecorder, HostRecorder, Recorder
+from fast.inputs import DecodeInputs
+from fast.model import Forward
+from fast.plan import DecodePlan, plan_decode
+from fast.warmup import WarmupReport, warm_decode, warm_shapes
+from gates.blocks import check_mapping_follows_tables
+from gates.core import FULL, enabled
+from gates.plan import check_plan_fresh
+from gates.slots import check_slots_agree, check_window_intact
+from gates.warmup import check_no_cold_captures
+
+DEFAULT_WIDTH_MULTIPLE = 128
+
+
+class DecodePath:
+    """Runs decode steps over one cache and one forward.
+
+    Raises:
+        ValueError: `capture_decode` without `bucket_decode` and `persist_inputs`: a recording needs a closed set of
+            shapes at fixed addresses.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        cache: BatchedPagedKVCache,
+        *,
+        bucket_decode: bool = False,
+        persist_inputs: bool = False,
+        capture_decode: bool = False,
+        record_on_miss: bool = False,
+        width_multiple: int = DEFAULT_WIDTH_MULTIPLE,
+        recorder: Recorder | None = None,
+    ) -> None:
+        if capture_decode and not (bucket_decode and persist_inputs):
+            raise ValueError("capture_decode: True needs bucket_decode and persist_inputs, which fix shape and address")
+        self.forward = forward
+        self.cache = cache
+        self.buckets = self._bucket_set(width_multiple) if bucket_decode else None
+        device = cache.slot_table.slots.device
+        size = {"max_batch_size": cache.max_batch_size, "sink_slot": cache.sink_slot}
+        self.inputs = DecodeInputs(**size, device=device) if persist_inputs else None
+        self.captured: CapturedDecode | None = None
+        if capture_decode and self.inputs is not None:
+            self.captured = CapturedDecode(
+                self._forward_plan,
+                recorder or (CUDAGraphRecorder() if device.type == "cuda" else HostRecorder()),
+                slot_table=cache.slot_table,
+                inputs=self.inputs,
+                record_on_miss=record_on_miss,
+            )
+        self.warmup: WarmupReport | None = None
+        self.steps = self.tokens = 0
+        self.last_plan: DecodePlan | None = None
+
+    def run(self, rows: Sequence[int], input_ids: Sequence[int]) -> Tensor:  # [R, V]
+        """One token for each of `rows`; line i of the logits belongs to `rows[i]`, padding is cut off."""
+        plan = plan_decode(
+            tables=self.cache.tables,
+            slot_table=self.cache.slot_table,
+            rows=rows,
+            input_ids=input_ids,
+            sink_slot=self.cache.sink_slot,
+            buckets=self.buckets,
+            inputs=self.inputs,
+        )
+        self._check_before(plan)
+        self.last_plan = plan
+        self.steps += 1
+        self.tokens += len(plan.rows)
+        logits = self._forward_plan(plan) if self.captured is None else self.captured.run(plan)
+        self._check_after(plan)
+        return logits[: len(plan.rows)]
+
+    def warm(
+        self, *, max_rows: int | None = None, max_width: int | None = None, budget_bytes: int | None = None
+    ) -> WarmupReport:
+        """Record the warm list, trimmed on both axes, and declare the path ready; before any request runs.
+
+        Raises:
+            ValueError: nothing is captured here, so there is nothing to warm.
+            GateError: the list does not fit `budget_bytes`, or a warm batch touched what is not its own.
+        """
+        if self.captured is None or self.buckets is None:
+            raise ValueError("warm: capture_decode is off, there is no list to record")
+        shapes = warm_shapes(self.buckets, max_rows=max_rows, max_width=max_width)
+        pools = [*self.cache.k, *self.cache.v]
+        self.warmup = warm_decode(
+            self.captured,
+            shapes,
+            num_heads=self.forward.config.num_heads,
+            pools=pools,
+            budget_bytes=budget_bytes,
+        )
+        self.captured.ready()
+        return self.warmup
+
+    def replay_reason(self) -> tuple[Shape | None, int]:
+        """The last plan's bucket and how many steps were replayed so far; for traces."""
+        bucket = None if self.last_plan is None else self.last_plan.bucket
+        return bucket, 0 if self.captured is None else self.captured.replays
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of this path: steps, replays, why the others were eager, what padding cost."""
+        captured, buckets = self.captured, self.buckets
+        return {
+            "decode_steps": self.steps,
+            "decode_tokens": self.tokens,
+            "replayed": 0 if captured is None else captured.replays,
+            "eager": {"no capture": self.steps} if captured is None else dict(captured.eager),
+            "captures": 0 if captured is None else captured.captures,
+            "captures_after_ready": 0 if captured is None else captured.captures_after_ready,
+            "row_padding_share": 0.0 if buckets is None else buckets.row_padding_share,
+            "cell_padding_share": 0.0 if buckets is None else buckets.cell_padding_share,
+        }
+
+    def _bucket_set(self, width_multiple: int) -> BucketSet:
+        cache = self.cache
+        return BucketSet(
+            max_batch_size=cache.max_batch_size, max_model_len=cache.max_model_len, width_multiple=width_multiple
+        )
+
+    def _forward_plan(self, plan: DecodePlan) -> Tensor:  # [N, V]
+        return self.forward.decode(plan, self.cache)
+
+    def _check_before(self, plan: DecodePlan) -> None:
+        """Between the writer of the plan and its reader."""
+        tables = self.cache.tables
+        check_plan_fresh(rows=plan.rows, lengths=plan.lengths, table_lengths=[tables[row].length for row in plan.rows])
+        if enabled(FULL):
+            check_slots_agree(
+                slots=self.cache.slot_table.slots,
+                lengths=self.cache.slot_table.lengths(plan.rows),
+                truth=[tables[row].slots(0, tables[row].length) for row in plan.rows],
+                rows=plan.rows,
+            )
+            check_mapping_follows_tables(
+                slot_mapping=plan.slot_mapping[: len(plan.rows)],
+                context_lens=plan.context_lens[: len(plan.rows)],
+                tables=[tables[row].blocks for row in plan.rows],
+                block_size=self.cache.block_size,
+            )
+
+    def _check_after(self, plan: DecodePlan) -> None:
+        """After the reader: nothing rewrote the plan while it ran, and nothing was recorded that must not be."""
+        check_window_intact(
+            rows=plan.rows,
+            slot_mapping=plan.slot_mapping,
+            context_lens=plan.context_lens,
+            lengths=plan.lengths,
+            slots=plan.slots,
+        )
+        if self.captured is not None and not self.captured.record_on_miss:
+            check_no_cold_captures(captures_after_ready=self.captured.captures_after_ready)
