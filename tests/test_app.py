@@ -288,6 +288,7 @@ def test_a_fault_of_the_server_shows_no_trace(monkeypatch: pytest.MonkeyPatch):
         assert reply.json()["error"]["code"] == "internal_error"
         assert "secret" not in reply.text
         assert "Traceback" not in reply.text
+        # On the same connection: a fault does not cut off what comes next.
         assert running.post(prompt="x").status_code == 200
 
 
