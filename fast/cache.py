@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fast.blocks import BlockAllocator, BlockTable
+from fast.pool import KVPoolPlan
 from fast.slots import SlotTable
 from reference.config import ModelConfig
 
@@ -56,6 +57,22 @@ class BatchedPagedKVCache:
         shape = (self.num_slots + 1, config.num_kv_heads, config.head_dim)
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+
+    @classmethod
+    def of_plan(
+        cls, config: ModelConfig, plan: KVPoolPlan, *, dtype: torch.dtype, device: torch.device | str, gather: bool
+    ) -> BatchedPagedKVCache:
+        """The cache that a pool plan promised."""
+        return cls(
+            config,
+            max_batch_size=plan.max_batch_size,
+            num_blocks=plan.num_blocks,
+            block_size=plan.block_size,
+            max_model_len=plan.max_model_len,
+            dtype=dtype,
+            device=device,
+            gather=gather,
+        )
 
     @property
     def num_slots(self) -> int:

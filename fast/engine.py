@@ -122,16 +122,7 @@ class Engine:
             kv_bytes=kv_bytes,
             max_model_len=max_model_len,
         )
-        cache = BatchedPagedKVCache(
-            config,
-            max_batch_size=max_batch_size,
-            num_blocks=pool_plan.num_blocks,
-            block_size=block_size,
-            max_model_len=pool_plan.max_model_len,
-            dtype=dtype,
-            device=device,
-            gather=gather_rows,
-        )
+        cache = BatchedPagedKVCache.of_plan(config, pool_plan, dtype=dtype, device=device, gather=gather_rows)
         forward = Forward(config, weights, max_positions=cache.max_model_len, dtype=dtype, device=device)
         decode = DecodePath(
             forward,
