@@ -71,13 +71,21 @@ class Recorder(Protocol):
 
 
 class HostRecorder:
-    """Keeps the call and its very argument objects, and runs it again: a graph without the graph."""
+    """Keeps the call and its very argument objects, and runs it again: a graph without the graph.
+
+    `run_up_to_width` spares the wide shapes their run: what a first run warms on a host (allocator, compiled
+    kernels) depends on the rows. At gates full every shape runs, so that what it touches can be seen.
+    """
 
     name = "host"
 
+    def __init__(self, run_up_to_width: int | None = None) -> None:
+        self.run_up_to_width = run_up_to_width
+
     def record(self, call: DecodeCall, plan: DecodePlan) -> Replay:
         """Run once, as a capture would, and keep both."""
-        call(plan)
+        if self.run_up_to_width is None or plan.width <= self.run_up_to_width or enabled(FULL):
+            call(plan)
         return lambda: call(plan)
 
 

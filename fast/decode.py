@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fast.buckets import BucketSet, Shape
@@ -21,7 +22,7 @@ from fast.capture import CapturedDecode, CUDAGraphRecorder, HostRecorder, Record
 from fast.inputs import DecodeInputs
 from fast.model import Forward
 from fast.plan import DecodePlan, plan_decode
-from fast.warmup import WarmupReport, warm_decode, warm_shapes
+from fast.warmup import WarmupReport, warm_budget_bytes, warm_decode, warm_shapes, width_ceiling
 from gates.blocks import check_mapping_follows_tables
 from gates.core import FULL, enabled
 from gates.plan import check_plan_fresh
@@ -29,6 +30,7 @@ from gates.slots import check_slots_agree, check_window_intact
 from gates.warmup import check_no_cold_captures
 
 DEFAULT_WIDTH_MULTIPLE = 128
+RESERVED_BYTES = 256 << 20  # of a device's free memory, kept out of the recordings' pool for prefills
 
 
 class DecodePath:
@@ -63,7 +65,7 @@ class DecodePath:
         if capture_decode and self.inputs is not None:
             self.captured = CapturedDecode(
                 self._forward_plan,
-                recorder or (CUDAGraphRecorder() if device.type == "cuda" else HostRecorder()),
+                recorder or self._recorder(device),
                 slot_table=cache.slot_table,
                 inputs=self.inputs,
                 record_on_miss=record_on_miss,
@@ -96,18 +98,26 @@ class DecodePath:
     ) -> WarmupReport:
         """Record the warm list, trimmed on both axes, and declare the path ready; before any request runs.
 
+        On a CUDA device the budget is what is free now, after weights and pool, and it trims the width too.
+
         Raises:
             ValueError: nothing is captured here, so there is nothing to warm.
             GateError: the list does not fit `budget_bytes`, or a warm batch touched what is not its own.
         """
         if self.captured is None or self.buckets is None:
             raise ValueError("warm: capture_decode is off, there is no list to record")
+        num_heads = self.forward.config.num_heads
+        if budget_bytes is None and self.cache.slot_table.slots.is_cuda:
+            budget_bytes = warm_budget_bytes(free_bytes=torch.cuda.mem_get_info()[0], reserved_bytes=RESERVED_BYTES)
+            rows = min(max_rows or self.buckets.max_batch_size, self.buckets.max_batch_size)
+            ceiling = width_ceiling(budget_bytes, rows=rows, num_heads=num_heads)
+            max_width = ceiling if max_width is None else min(max_width, ceiling)
         shapes = warm_shapes(self.buckets, max_rows=max_rows, max_width=max_width)
         pools = [*self.cache.k, *self.cache.v]
         self.warmup = warm_decode(
             self.captured,
             shapes,
-            num_heads=self.forward.config.num_heads,
+            num_heads=num_heads,
             pools=pools,
             budget_bytes=budget_bytes,
         )
@@ -118,6 +128,19 @@ class DecodePath:
         """The last plan's bucket and how many steps were replayed so far; for traces."""
         bucket = None if self.last_plan is None else self.last_plan.bucket
         return bucket, 0 if self.captured is None else self.captured.replays
+
+    def describe(self) -> dict[str, Any]:
+        """The switches, the bucket set and the warm list, as plain values."""
+        report, captured, buckets = self.warmup, self.captured, self.buckets
+        return {
+            "bucket_decode": buckets is not None,
+            "persist_inputs": self.inputs is not None,
+            "capture_decode": captured is not None,
+            "record_on_miss": captured is not None and captured.record_on_miss,
+            "row_sizes": [] if buckets is None else list(buckets.row_sizes),
+            "width_multiple": None if buckets is None else buckets.width_multiple,
+            "warm": None if report is None else report.as_dict(),
+        }
 
     def stats(self) -> dict[str, Any]:
         """Counts of this path: steps, replays, why the others were eager, what padding cost."""
@@ -138,6 +161,11 @@ class DecodePath:
         return BucketSet(
             max_batch_size=cache.max_batch_size, max_model_len=cache.max_model_len, width_multiple=width_multiple
         )
+
+    def _recorder(self, device: torch.device) -> Recorder:
+        if device.type == "cuda":
+            return CUDAGraphRecorder()
+        return HostRecorder(run_up_to_width=self.buckets.widths[0] if self.buckets else None)
 
     def _forward_plan(self, plan: DecodePlan) -> Tensor:  # [N, V]
         return self.forward.decode(plan, self.cache)

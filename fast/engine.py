@@ -203,6 +203,18 @@ class Engine:
         self._check_step(events, open_before)
         return events
 
+    def describe(self) -> dict[str, Any]:
+        """The facts of start-up: limits, memory plan, switches and warm list."""
+        compactor = self.scheduler.compactor
+        return {
+            "name": "fast",
+            "dtype": str(self.forward.dtype),
+            "max_model_len": self.max_model_len,
+            "rows": "free" if compactor is None else compactor.mode,
+            "pool": None if self.pool_plan is None else self.pool_plan.as_dict(),
+            "decode": self.decode.describe(),
+        }
+
     def stats(self) -> dict[str, Any]:
         """Requests, K/V in tokens and blocks, and what was computed so far; always current, no step needed."""
         gauges = {

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -48,6 +49,17 @@ class WarmupReport:
     def graphs(self) -> int:
         """Recordings made."""
         return len(self.shapes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for `/health`: the corners of the list rather than all of it."""
+        return {
+            "graphs": self.graphs,
+            "recorder": self.recorder,
+            "seconds": round(self.seconds, 3),
+            "workspace_bytes": self.workspace_bytes,
+            "max_rows": max((rows for rows, _ in self.shapes), default=0),
+            "max_width": max((width for _, width in self.shapes), default=0),
+        }
 
     def render(self) -> str:
         """The boot line."""

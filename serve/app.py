@@ -67,7 +67,14 @@ def build_app(
     raised; the process is then of no use and its owner should end it.
     """
     loop = EngineLoop(engine, max_open=max_open, stuck_after_s=stuck_after_s, on_death=on_death)
-    api = Api(loop, tokenizer, model_name=model_name, max_model_len=engine.max_model_len, max_body_bytes=max_body_bytes)
+    api = Api(
+        loop,
+        tokenizer,
+        model_name=model_name,
+        max_model_len=engine.max_model_len,
+        max_body_bytes=max_body_bytes,
+        boot=engine.describe(),
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -95,7 +102,14 @@ class Api:
     """The handlers, and what they share."""
 
     def __init__(
-        self, loop: EngineLoop, tokenizer: Tokenizer, *, model_name: str, max_model_len: int, max_body_bytes: int
+        self,
+        loop: EngineLoop,
+        tokenizer: Tokenizer,
+        *,
+        model_name: str,
+        max_model_len: int,
+        max_body_bytes: int,
+        boot: dict[str, Any],
     ) -> None:
         self._loop = loop
         self._tokenizer = tokenizer
@@ -103,6 +117,7 @@ class Api:
         self._max_model_len = max_model_len
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
+        self._boot = boot
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`."""
@@ -138,9 +153,10 @@ class Api:
         return _json_response(self._model_object())
 
     async def health(self) -> Response:
-        """`GET /health`: 200 while requests are taken, else 503; the engine's counts either way."""
+        """`GET /health`: 200 while requests are taken, else 503; counts now, and what start-up decided."""
         status = self._loop.status
         state = {"status": status, "model": self._model_name, "open": self._loop.num_open, "engine": self._loop.stats}
+        state["boot"] = self._boot
         return _json_response(state, status=200 if status == "ok" else 503)
 
     async def _body(self, request: Request, kind: type[B]) -> B:

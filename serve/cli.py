@@ -99,6 +99,27 @@ def _engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-memory", type=num_bytes, default=2**30, metavar="SIZE", help="default: 1GiB")
     parser.add_argument("--max-model-len", type=integer(1), metavar="T", help="tokens; default: what the model allows")
     parser.add_argument("--threads", type=integer(1, 1024), metavar="N", help="CPU threads; default: torch's choice")
+    _decode_arguments(parser)
+
+
+def _decode_arguments(parser: argparse.ArgumentParser) -> None:
+    add, on_off = parser.add_argument, argparse.BooleanOptionalAction
+    add(
+        "--cuda-graphs",
+        action=on_off,
+        default=True,
+        help="record every decode shape at start-up and replay it: CUDA graphs on a GPU, kept calls on a CPU",
+    )
+    add(
+        "--persistent-batch",
+        action=on_off,
+        default=None,
+        help="keep the running rows a prefix, so that every step can replay; default: as --cuda-graphs",
+    )
+    add("--gather-rows", action="store_true", help="leave rows in place and copy them to one address each step")
+    add("--warm-rows", type=integer(1), metavar="R", help="record no shape with more rows; default: all")
+    add("--warm-width", type=integer(1), metavar="W", help="record no shape wider than this; default: all")
+    add("--width-multiple", type=integer(1), default=128, metavar="W", help="stride of the widths; default: 128")
 
 
 def _serve_arguments(parser: argparse.ArgumentParser) -> None:

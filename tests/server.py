@@ -120,6 +120,9 @@ class ScriptedEngine:
         events += [self._advance(row) for row in list(self.running)]
         return events
 
+    def describe(self) -> dict[str, Any]:
+        return {"name": "scripted", "max_model_len": self.max_model_len}
+
     def stats(self) -> dict[str, Any]:
         tokens = sum(len(row.request.prompt_ids) + row.emitted for row in self.running)
         return {
