@@ -1,8 +1,9 @@
 """The decode half of a step, from rows to logits: plan, check, then replay or run eagerly.
 
-Five switches, each correct without the next: `bucket_decode` pads to a closed set of shapes, `persist_inputs` writes
+Six switches, each correct without the next: `bucket_decode` pads to a closed set of shapes, `persist_inputs` writes
 the step's vectors in place, `capture_decode` replays recordings (and needs both), `record_on_miss` records an unseen
-shape in front of the client, and the cache's `gather` reads scattered rows at a fixed address. It owns no row and no
+shape in front of the client, `compile_decode` compiles the pure pieces of the forward (and needs the buckets, which
+bound its compilations), and the cache's `gather` reads scattered rows at a fixed address. It owns no row and no
 request; the engine says which rows decode and gets one line of logits for each.
 
 Gates: gates.plan. Proof: tests/test_wiring.py. Story: wiring.
@@ -19,10 +20,11 @@ from torch import Tensor
 from fast.buckets import BucketSet, Shape
 from fast.cache import BatchedPagedKVCache
 from fast.capture import CapturedDecode, CUDAGraphRecorder, HostRecorder, Recorder
+from fast.compiled import DEFAULT_BACKEND, CompiledDecode
 from fast.inputs import DecodeInputs
 from fast.model import Forward
 from fast.plan import DecodePlan, plan_decode
-from fast.warmup import WarmupReport, warm_budget_bytes, warm_decode, warm_shapes, width_ceiling
+from fast.warmup import WarmupReport, warm_budget_bytes, warm_decode, warm_shapes, warmup_plan, width_ceiling
 from gates.blocks import check_mapping_follows_tables
 from gates.core import FULL, enabled
 from gates.plan import check_plan_fresh
@@ -38,7 +40,7 @@ class DecodePath:
 
     Raises:
         ValueError: `capture_decode` without `bucket_decode` and `persist_inputs`: a recording needs a closed set of
-            shapes at fixed addresses.
+            shapes at fixed addresses. `compile_decode` without `bucket_decode`, or where nothing can be compiled.
     """
 
     def __init__(
@@ -50,17 +52,24 @@ class DecodePath:
         persist_inputs: bool = False,
         capture_decode: bool = False,
         record_on_miss: bool = False,
+        compile_decode: bool = False,
+        compile_backend: str = DEFAULT_BACKEND,
         width_multiple: int = DEFAULT_WIDTH_MULTIPLE,
         recorder: Recorder | None = None,
     ) -> None:
         if capture_decode and not (bucket_decode and persist_inputs):
             raise ValueError("capture_decode: True needs bucket_decode and persist_inputs, which fix shape and address")
+        if compile_decode and not bucket_decode:
+            raise ValueError("compile_decode: True needs bucket_decode, or every row count would be compiled")
         self.forward = forward
         self.cache = cache
         self.buckets = self._bucket_set(width_multiple) if bucket_decode else None
         device = cache.slot_table.slots.device
         size = {"max_batch_size": cache.max_batch_size, "sink_slot": cache.sink_slot}
         self.inputs = DecodeInputs(**size, device=device) if persist_inputs else None
+        self.compiled: CompiledDecode | None = None
+        if compile_decode and self.buckets is not None:
+            self.compiled = CompiledDecode(forward, row_sizes=self.buckets.row_sizes, backend=compile_backend)
         self.captured: CapturedDecode | None = None
         if capture_decode and self.inputs is not None:
             self.captured = CapturedDecode(
@@ -96,16 +105,22 @@ class DecodePath:
     def warm(
         self, *, max_rows: int | None = None, max_width: int | None = None, budget_bytes: int | None = None
     ) -> WarmupReport:
-        """Record the warm list, trimmed on both axes, and declare the path ready; before any request runs.
+        """Compile every row bucket, record the warm list, and declare the path ready; before any request runs.
 
+        The list is trimmed on both axes, what is compiled is not: a trimmed step is slow, a compiling one stands.
         On a CUDA device the budget is what is free now, after weights and pool, and it trims the width too.
 
         Raises:
-            ValueError: nothing is captured here, so there is nothing to warm.
+            ValueError: nothing is captured or compiled here, so there is nothing to warm.
             GateError: the list does not fit `budget_bytes`, or a warm batch touched what is not its own.
         """
+        if self.compiled is not None:
+            self._warm_compiled(self.compiled)
         if self.captured is None or self.buckets is None:
-            raise ValueError("warm: capture_decode is off, there is no list to record")
+            if self.compiled is None:
+                raise ValueError("warm: capture_decode is off, there is no list to record")
+            self.warmup = WarmupReport((), self.compiled.seconds, 0, "compiled")
+            return self.warmup
         num_heads = self.forward.config.num_heads
         if budget_bytes is None and self.cache.slot_table.slots.is_cuda:
             budget_bytes = warm_budget_bytes(free_bytes=torch.cuda.mem_get_info()[0], reserved_bytes=RESERVED_BYTES)
@@ -137,6 +152,7 @@ class DecodePath:
             "persist_inputs": self.inputs is not None,
             "capture_decode": captured is not None,
             "record_on_miss": captured is not None and captured.record_on_miss,
+            "compile_decode": None if self.compiled is None else self.compiled.render(),
             "row_sizes": [] if buckets is None else list(buckets.row_sizes),
             "width_multiple": None if buckets is None else buckets.width_multiple,
             "warm": None if report is None else report.as_dict(),
@@ -152,6 +168,8 @@ class DecodePath:
             "eager": {"no capture": self.steps} if captured is None else dict(captured.eager),
             "captures": 0 if captured is None else captured.captures,
             "captures_after_ready": 0 if captured is None else captured.captures_after_ready,
+            "compiles": 0 if self.compiled is None else self.compiled.compiles,
+            "uncompiled": {} if self.compiled is None else dict(self.compiled.uncompiled),
             "row_padding_share": 0.0 if buckets is None else buckets.row_padding_share,
             "cell_padding_share": 0.0 if buckets is None else buckets.cell_padding_share,
         }
@@ -167,8 +185,20 @@ class DecodePath:
             return CUDAGraphRecorder()
         return HostRecorder(run_up_to_width=self.buckets.widths[0] if self.buckets else None)
 
+    def _warm_compiled(self, compiled: CompiledDecode) -> None:
+        device = self.cache.slot_table.slots.device
+        size = {"max_batch_size": self.cache.max_batch_size, "sink_slot": self.cache.sink_slot}
+        inputs = self.inputs or DecodeInputs(**size, device=device)
+
+        def padding(rows: int) -> DecodePlan:
+            return warmup_plan((rows, 1), slot_table=self.cache.slot_table, inputs=inputs)
+
+        compiled.warm(padding, self.cache)
+        compiled.ready()
+
     def _forward_plan(self, plan: DecodePlan) -> Tensor:  # [N, V]
-        return self.forward.decode(plan, self.cache)
+        forward = self.forward if self.compiled is None else self.compiled
+        return forward.decode(plan, self.cache)
 
     def _check_before(self, plan: DecodePlan) -> None:
         """Between the writer of the plan and its reader."""

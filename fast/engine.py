@@ -20,6 +20,7 @@ from torch import Tensor
 from fast.cache import BatchedPagedKVCache
 from fast.capture import Recorder
 from fast.compact import RowCompactor, RowMove
+from fast.compiled import DEFAULT_BACKEND
 from fast.decode import DEFAULT_WIDTH_MULTIPLE, DecodePath
 from fast.model import Chunk, Forward
 from fast.pool import KVPoolPlan, plan_pool
@@ -96,6 +97,8 @@ class Engine:
         persist_inputs: bool = False,
         capture_decode: bool = False,
         record_on_miss: bool = False,
+        compile_decode: bool = False,
+        compile_backend: str = DEFAULT_BACKEND,
         compact_rows: bool = False,
         gather_rows: bool = False,
         width_multiple: int = DEFAULT_WIDTH_MULTIPLE,
@@ -105,8 +108,8 @@ class Engine:
         """An engine over the pool that `plan_pool` makes of the sizes; every switch is separate and off.
 
         `compact_rows` moves survivors into holes, `gather_rows` leaves rows where they are and reads them through
-        one fixed buffer instead. The other switches are `DecodePath`'s; a captured path is to be warmed
-        (`warm_decode`) before it is used.
+        one fixed buffer instead. The other switches are `DecodePath`'s; a captured or compiled path is to be
+        warmed (`warm_decode`) before it is used.
 
         Raises:
             ValueError: a limit is out of range, the pool holds nobody, or switches contradict each other.
@@ -131,6 +134,8 @@ class Engine:
             persist_inputs=persist_inputs,
             capture_decode=capture_decode,
             record_on_miss=record_on_miss,
+            compile_decode=compile_decode,
+            compile_backend=compile_backend,
             width_multiple=width_multiple,
             recorder=recorder,
         )
@@ -237,7 +242,7 @@ class Engine:
     def warm_decode(
         self, *, max_rows: int | None = None, max_width: int | None = None, budget_bytes: int | None = None
     ) -> WarmupReport:
-        """Record the warm list before the first request; see `DecodePath.warm`."""
+        """Compile and record what the switches ask for, before the first request; see `DecodePath.warm`."""
         return self.decode.warm(max_rows=max_rows, max_width=max_width, budget_bytes=budget_bytes)
 
     def generate(self, requests: list[Request]) -> list[Completion]:

@@ -127,13 +127,31 @@ class Forward:
         cache: BatchedPagedKVCache,
         attend: Attend,
     ) -> Tensor:  # [T, M]
+        config = self.config
         cos, sin = self.rope(positions)
         hidden = self.embedding[input_ids]
         for index, layer in enumerate(self.layers):
-            q, k, v = attention_inputs(hidden, cos, sin, layer, self.config)
+            q, k, v = attention_inputs(
+                hidden,
+                cos,
+                sin,
+                norm=layer.input_norm,
+                qkv=layer.qkv,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                config=config,
+            )
             # Written before it is read: a token attends to itself, and to earlier chunks, through the pool alone.
             cache.write(index, k, v, writes)
-            hidden = layer_output(hidden, attend(index, q), layer, self.config)
+            hidden = layer_output(
+                hidden,
+                attend(index, q),
+                output=layer.output,
+                norm=layer.post_norm,
+                gate_up=layer.gate_up,
+                down=layer.down,
+                eps=config.rms_norm_eps,
+            )
         return hidden
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:  # [T] -> [T, 1, D/2] each
@@ -151,28 +169,36 @@ def attention_inputs(
     hidden: Tensor,  # [T, M]
     cos: Tensor,  # [T, 1, D/2]
     sin: Tensor,  # [T, 1, D/2]
-    layer: Layer,
+    *,
+    norm: Tensor,  # [M]
+    qkv: Linear,  # M -> (H + 2K) * D
+    q_norm: Tensor | None,  # [D]
+    k_norm: Tensor | None,  # [D]
     config: ModelConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:  # [T, H, D], [T, K, D], [T, K, D]
     """A layer up to its attention, pure: q and k normed and turned, v as it is."""
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    fused = layer.qkv(rms_norm(hidden, layer.input_norm, config.rms_norm_eps))
+    fused = qkv(rms_norm(hidden, norm, config.rms_norm_eps))
     q, k, v = (x.unflatten(-1, (-1, config.head_dim)) for x in fused.split([q_size, kv_size, kv_size], dim=-1))
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, config.rms_norm_eps), rms_norm(k, k_norm, config.rms_norm_eps)
     return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
 
 def layer_output(
     hidden: Tensor,  # [T, M]
     attended: Tensor,  # [T, H, D]
-    layer: Layer,
-    config: ModelConfig,
+    *,
+    output: Linear,  # H * D -> M
+    norm: Tensor,  # [M]
+    gate_up: Linear,  # M -> 2F
+    down: Linear,  # F -> M
+    eps: float,
 ) -> Tensor:  # [T, M]
     """A layer from its attention on, pure: output projection, then the gated feed-forward."""
-    hidden = hidden + layer.output(attended.flatten(1))
-    gate, up = layer.gate_up(rms_norm(hidden, layer.post_norm, config.rms_norm_eps)).chunk(2, dim=-1)
-    return hidden + layer.down(F.silu(gate) * up)
+    hidden = hidden + output(attended.flatten(1))
+    gate, up = gate_up(rms_norm(hidden, norm, eps)).chunk(2, dim=-1)
+    return hidden + down(F.silu(gate) * up)
 
 
 def rms_norm(
