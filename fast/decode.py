@@ -12,6 +12,7 @@ Gates: gates.plan. Proof: tests/test_wiring.py. Story: wiring.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,15 @@ from gates.warmup import check_no_cold_captures
 
 DEFAULT_WIDTH_MULTIPLE = 128
 RESERVED_BYTES = 256 << 20  # of a device's free memory, kept out of the recordings' pool for prefills
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOutcome:
+    """How one decode step ran: the bucket it was padded to, and whether it was replayed or why not."""
+
+    bucket: Shape | None
+    replayed: bool
+    reason: str  # empty when replayed
 
 
 class DecodePath:
@@ -82,6 +92,7 @@ class DecodePath:
         self.warmup: WarmupReport | None = None
         self.steps = self.tokens = 0
         self.last_plan: DecodePlan | None = None
+        self._eager_before: dict[str, int] = {}  # the counts of eager steps when the last step began
 
     def run(self, rows: Sequence[int], input_ids: Sequence[int]) -> Tensor:  # [R, V]
         """One token for each of `rows`; line i of the logits belongs to `rows[i]`, padding is cut off."""
@@ -98,7 +109,11 @@ class DecodePath:
         self.last_plan = plan
         self.steps += 1
         self.tokens += len(plan.rows)
-        logits = self._forward_plan(plan) if self.captured is None else self.captured.run(plan)
+        if self.captured is None:
+            logits = self._forward_plan(plan)
+        else:
+            self._eager_before = dict(self.captured.eager)
+            logits = self.captured.run(plan)
         self._check_after(plan)
         return logits[: len(plan.rows)]
 
@@ -139,10 +154,15 @@ class DecodePath:
         self.captured.ready()
         return self.warmup
 
-    def replay_reason(self) -> tuple[Shape | None, int]:
-        """The last plan's bucket and how many steps were replayed so far; for traces."""
+    @property
+    def last_outcome(self) -> DecodeOutcome:
+        """How the last step ran; to be asked after one."""
         bucket = None if self.last_plan is None else self.last_plan.bucket
-        return bucket, 0 if self.captured is None else self.captured.replays
+        if self.captured is None:
+            return DecodeOutcome(bucket, replayed=False, reason="no capture")
+        before = self._eager_before
+        reasons = [reason for reason, count in self.captured.eager.items() if count > before.get(reason, 0)]
+        return DecodeOutcome(bucket, replayed=not reasons, reason=", ".join(reasons))
 
     def describe(self) -> dict[str, Any]:
         """The switches, the bucket set and the warm list, as plain values."""

@@ -10,6 +10,7 @@ Gates: gates.engine. Proof: tests/test_fast_engine.py. Story: engine.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from fast.compiled import DEFAULT_BACKEND
 from fast.decode import DEFAULT_WIDTH_MULTIPLE, DecodePath
 from fast.model import Chunk, Forward
 from fast.pool import KVPoolPlan, plan_pool
+from fast.record import Mark, StepRecord, StepRecorder, unheard
 from fast.rows import Rows, Sequence
 from fast.sampling import Sampled, sample_rows
 from fast.scheduler import Scheduler, SchedulerOutput
@@ -79,6 +81,7 @@ class Engine:
         self._open: dict[str, Sequence] = {}  # every request whose last event is still to come
         self._aborted: list[str] = []  # ended, but the next step is yet to say so
         self._arrivals = 0
+        self._recorder: StepRecorder | None = None
 
     @classmethod
     def build(
@@ -175,6 +178,8 @@ class Engine:
         self._arrivals += 1
         self._open[request.id] = sequence
         self.scheduler.add(sequence)
+        if self._recorder is not None:
+            self._recorder.submitted(request, seed=sequence.seed)
 
     def abort(self, request_id: str) -> None:
         """Drop a request whatever its state: row and blocks are free at once, its event comes with the next step."""
@@ -184,29 +189,23 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One token for each request that has a row."""
-        open_before = set(self._open)
-        self.steps += 1
-        # 1. Say what was aborted since the last step.
-        events = [Event(request_id, None, "abort") for request_id in self._aborted]
-        self._aborted.clear()
-        # 2. Who runs: grow, compact, admit.
-        output = self.scheduler.schedule()
-        self._check_schedule(output)
-        if output.rows:
-            # 3. Newcomers compute their whole prompt (and answer, when they were preempted).
-            parts = [self._prefill(output)] if output.admitted else []
-            # 4. Those that were running already compute their last token.
-            parts += [self._decode(output.decode_rows)] if output.decode_rows else []
-            # 5. Every row chooses its next token at once.
-            sampled = self._sample(torch.cat(parts), output.rows)
-            # 6. Tokens join their sequences; rows and blocks of those that ended are free again.
-            events += self._commit(output.rows, sampled)
-        # 7. Close what ended.
-        for event in events:
-            if event.finish_reason is not None:
-                del self._open[event.request_id]
-        self._check_step(events, open_before)
-        return events
+        if self._recorder is None:
+            return self._step(unheard)
+        return self._recorder.record(self._step, number=self.steps + 1)
+
+    def record_steps(self, on_step: Callable[[StepRecord], None] | None) -> None:
+        """Hand a record of each step to `on_step` from now on; None ends that, and with it all that it cost.
+
+        Raises:
+            ValueError: a request is open, so that the records would begin in the middle of it.
+        """
+        if on_step is not None and self._open:
+            raise ValueError(f"on_step: {len(self._open)} requests are open, records begin on an idle engine")
+        self._recorder = None
+        if on_step is not None:
+            self._recorder = StepRecorder(
+                on_step, scheduler=self.scheduler, cache=self.cache, decode=self.decode, clock=time.perf_counter_ns
+            )
 
     def describe(self) -> dict[str, Any]:
         """The facts of start-up: limits, memory plan, switches and warm list."""
@@ -248,6 +247,36 @@ class Engine:
     def generate(self, requests: list[Request]) -> list[Completion]:
         """Run requests to their end on an idle engine; see `reference.request.generate`."""
         return contract.generate(self, requests)
+
+    def _step(self, mark: Mark) -> list[Event]:
+        open_before = set(self._open)
+        self.steps += 1
+        # 1. Say what was aborted since the last step.
+        events = [Event(request_id, None, "abort") for request_id in self._aborted]
+        self._aborted.clear()
+        # 2. Who runs: grow, compact, admit.
+        output = self.scheduler.schedule()
+        self._check_schedule(output)
+        mark("schedule", output)
+        if output.rows:
+            # 3. Newcomers compute their whole prompt (and answer, when they were preempted).
+            parts = [self._prefill(output)] if output.admitted else []
+            mark("prefill")
+            # 4. Those that were running already compute their last token.
+            parts += [self._decode(output.decode_rows)] if output.decode_rows else []
+            mark("decode")
+            # 5. Every row chooses its next token at once.
+            sampled = self._sample(torch.cat(parts), output.rows)
+            mark("sample")
+            # 6. Tokens join their sequences; rows and blocks of those that ended are free again.
+            events += self._commit(output.rows, sampled)
+        # 7. Close what ended.
+        for event in events:
+            if event.finish_reason is not None:
+                del self._open[event.request_id]
+        self._check_step(events, open_before)
+        mark("commit")
+        return events
 
     def _move_row(self, move: RowMove) -> None:
         self.cache.move_row(src=move.src, dst=move.dst)

@@ -1,4 +1,4 @@
-"""The command line: `nanoserve serve | chat | generate | model | coverage`, also `python -m serve`.
+"""The command line: `nanoserve serve | chat | generate | model | coverage | trace`, also `python -m serve`.
 
 It reads arguments and names an engine; the work is in `serve.boot`, `serve.chat`, `serve.generate`, `serve.models` and
 `serve.fetch`, imported when a command needs them so that `--help` answers at once. A bad argument exits with 2 and a
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from reference.request import SEED_RANGE
 from serve.models import CATALOGUE, TINY_RANDOM, UnknownModel, home, installed, model_path
 from serve.options import UsageError, bias, integer, integers, num_bytes, number
+from serve.trace import add_trace_arguments, trace
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MODEL_HELP = f"a model's name ({', '.join(CATALOGUE)}, {TINY_RANDOM}), a Hugging Face folder, a .gguf file, or a hub id"
@@ -87,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     _coverage_arguments(
         commands.add_parser("coverage", help="which decode steps replay a recording", allow_abbrev=False)
     )
+    add_trace_arguments(commands)
     return parser
 
 
@@ -267,6 +269,7 @@ def _coverage(args: argparse.Namespace) -> int:
 
 
 COMMANDS = {"serve": _serve, "chat": _chat, "generate": _generate, "model": _model, "coverage": _coverage}
+COMMANDS |= {"trace": trace}
 
 
 def _megabytes(num_bytes: int) -> str:
