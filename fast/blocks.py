@@ -23,6 +23,7 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack whose top is the lowest id at the start
         self._owned = bytearray(num_blocks)
+        self._num_owned = 0  # marks set in the map: counted where one changes, not taken from the free list
 
     @property
     def num_free(self) -> int:
@@ -31,7 +32,11 @@ class BlockAllocator:
 
     @property
     def num_owned(self) -> int:
-        """Blocks handed out and not yet returned, counted from the ownership map and not from the free list."""
+        """Blocks handed out and not yet returned, by the ownership map and not by the free list; O(1)."""
+        return self._num_owned
+
+    def recount_owned(self) -> int:
+        """The same from the map itself, block by block."""
         return sum(self._owned)
 
     def allocate(self, count: int) -> list[int]:
@@ -44,6 +49,7 @@ class BlockAllocator:
             raise OutOfBlocks(f"{count} blocks wanted, {len(self._free)} of {self.num_blocks} free")
         taken = [self._free.pop() for _ in range(count)]
         for block in taken:
+            self._num_owned += not self._owned[block]
             self._owned[block] = 1
         return taken
 
@@ -57,6 +63,7 @@ class BlockAllocator:
             if not (0 <= block < self.num_blocks and self._owned[block]):
                 raise ValueError(f"block {block} is not owned; it was freed twice or never handed out")
             self._owned[block] = 0
+            self._num_owned -= 1
         self._free.extend(reversed(blocks))
 
 

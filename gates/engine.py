@@ -56,13 +56,15 @@ def check_within_limits(
 ) -> None:
     """After a token: neither limit is passed, and a request that has reached one is finished."""
     total = prompt_tokens + output_tokens
+    # Asked once a row and step: the sentences are made when something is wrong.
+    if total < max_model_len and (max_tokens is None or output_tokens < max_tokens):
+        return
     require(
         max_tokens is None or output_tokens <= max_tokens, f"{output_tokens} tokens emitted, max_tokens {max_tokens}"
     )
     require(total <= max_model_len, f"{total} tokens of prompt and answer, the length limit is {max_model_len}")
-    full = total == max_model_len or output_tokens == max_tokens
     fact = f"{output_tokens} of {max_tokens} tokens emitted, {total} of {max_model_len} in all, the request goes on"
-    require(finished or not full, fact)
+    require(finished, fact)
 
 
 @gate("engine.gauges", at=CHEAP)
