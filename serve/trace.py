@@ -132,7 +132,7 @@ class TraceWriter:
         try:
             self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
             self._file.flush()
-        except (OSError, ValueError) as error:  # ValueError: somebody closed the file
+        except (OSError, ValueError, TypeError) as error:  # a full disk, a closed file, a value JSON cannot hold
             self.failures += 1
             log.warning("%s: tracing stopped after %d lines (%s); serving goes on", self.name, self.lines, error)
             self.close()
