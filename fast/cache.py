@@ -17,6 +17,7 @@ from torch import Tensor
 from fast.blocks import BlockAllocator, BlockTable
 from fast.pool import KVPoolPlan
 from fast.slots import SlotTable
+from gates.blocks import check_sink_outside
 from reference.config import ModelConfig
 
 
@@ -57,6 +58,8 @@ class BatchedPagedKVCache:
         shape = (self.num_slots + 1, config.num_kv_heads, config.head_dim)
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        sizes = {"num_blocks": num_blocks, "block_size": block_size}
+        check_sink_outside(sink_slot=self.sink_slot, **sizes, pool_slots=self.k[0].shape[0])
 
     @classmethod
     def of_plan(

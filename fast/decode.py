@@ -27,6 +27,7 @@ from fast.model import Forward
 from fast.plan import DecodePlan, plan_decode
 from fast.warmup import WarmupReport, warm_budget_bytes, warm_decode, warm_shapes, warmup_plan, width_ceiling
 from gates.blocks import check_mapping_follows_tables
+from gates.buckets import check_pad_finite
 from gates.core import FULL, enabled
 from gates.plan import check_plan_fresh
 from gates.slots import check_slots_agree, check_window_intact
@@ -114,7 +115,7 @@ class DecodePath:
         else:
             self._eager_before = dict(self.captured.eager)
             logits = self.captured.run(plan)
-        self._check_after(plan)
+        self._check_after(plan, logits)
         return logits[: len(plan.rows)]
 
     def warm(
@@ -238,7 +239,7 @@ class DecodePath:
                 block_size=self.cache.block_size,
             )
 
-    def _check_after(self, plan: DecodePlan) -> None:
+    def _check_after(self, plan: DecodePlan, logits: Tensor) -> None:  # logits: [N, V]
         """After the reader: nothing rewrote the plan while it ran, and nothing was recorded that must not be."""
         check_window_intact(
             rows=plan.rows,
@@ -247,5 +248,6 @@ class DecodePath:
             lengths=plan.lengths,
             slots=plan.slots,
         )
+        check_pad_finite(logits=logits, pad_rows=plan.pad_rows)
         if self.captured is not None and not self.captured.record_on_miss:
             check_no_cold_captures(captures_after_ready=self.captured.captures_after_ready)

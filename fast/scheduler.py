@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from fast.cache import BatchedPagedKVCache
 from fast.compact import RowCompactor, RowMove
 from fast.rows import Sequence
+from gates.blocks import check_blocks_conserved
 from gates.compact import check_compaction_right, check_moves_amortised
 from gates.core import FULL, enabled
-from gates.scheduler import check_earliest_kept, check_queue_order, check_rows_accounted
+from gates.scheduler import check_earliest_kept, check_preempted_wait, check_queue_order, check_rows_accounted
+from gates.slots import check_vacated_unmirrored
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ class Scheduler:
             waiting=self._waiting_arrivals(),
         )
         check_rows_accounted(free=self._free_rows, running=list(self.running), total=self.cache.max_batch_size)
+        check_preempted_wait(preempted=[s.arrival for s in preempted], admitted=[s.arrival for s in admitted])
+        self._check_storage()
         admitted_rows = tuple(sequence.row for sequence in admitted if sequence.row is not None)
         return SchedulerOutput(admitted, admitted_rows, decode_rows, preempted, moves)
 
@@ -176,6 +180,15 @@ class Scheduler:
         self.running[row] = sequence
         if self.on_admit is not None:
             self.on_admit(row, sequence)
+
+    def _check_storage(self) -> None:
+        """What the block tables hold, counted here, against what the allocator and the mirror say."""
+        tables, allocator = self.cache.tables, self.cache.allocator
+        # What the tables hold and not what the allocator calls owned: a block that both sides dropped is in neither.
+        held = sum(len(table.blocks) for table in tables)
+        check_blocks_conserved(free=allocator.num_free, owned=held, total=allocator.num_blocks)
+        mirrored = self.cache.slot_table.lengths(range(len(tables)))
+        check_vacated_unmirrored(mirrored=mirrored, stored=[table.length for table in tables])
 
     def _vacate(self, sequence: Sequence) -> None:
         row = sequence.row

@@ -28,6 +28,7 @@ from gates.core import FULL, enabled
 from gates.slots import check_table_stable
 from gates.warmup import (
     check_all_warm,
+    check_biggest_first,
     check_warm_budget,
     check_warm_graphs_unbound,
     check_warm_rows_empty,
@@ -118,6 +119,7 @@ def warm_decode(
         check_pool_budget(needed=needed, budget=budget_bytes, shape=shapes[0])
         ceiling = width_ceiling(budget_bytes, rows=rows, num_heads=num_heads)
         check_warm_budget(widest=widest, ceiling=ceiling, rows=rows)
+    check_biggest_first(shapes=shapes)
     before = [pool[:sink_slot].clone() for pool in pools] if enabled(FULL) else []
     address, start = slot_table.address, time.perf_counter()
     for shape in shapes:

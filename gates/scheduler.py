@@ -43,6 +43,16 @@ def check_earliest_kept(*, earliest: int, preempted: Sequence[int]) -> None:
     require(earliest not in preempted, f"arrival {earliest} is the earliest running and was preempted")
 
 
+@gate("scheduler.preempted_wait")
+def check_preempted_wait(*, preempted: Sequence[int], admitted: Sequence[int]) -> None:
+    """Nobody is preempted and admitted in one step (arrivals): that pays for a prefill and gains nothing.
+
+    Every token stays right, so no comparison of answers shows it: only this does.
+    """
+    both = sorted(set(preempted) & set(admitted))
+    require(not both, f"arrival {both[:1]} is preempted and admitted in one step [{len(both)} of {len(preempted)}]")
+
+
 @gate("scheduler.decode_room")
 def check_decode_room(*, lengths: Sequence[int], capacities: Sequence[int]) -> None:
     """Every decode row, in order, has a block for the token this step writes; the grow stage is the side to fix."""

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fast.blocks import BlockAllocator, BlockTable, OutOfBlocks
 from gates import GateError
-from gates.blocks import check_blocks_conserved, check_owned_once, check_tables_cover
+from gates.blocks import check_blocks_conserved, check_owned_once, check_sink_outside, check_tables_cover
 
 # ---- holds ------------------------------------------------------------------------------------------------------
 
@@ -117,6 +117,14 @@ def test_gate_rejects_a_block_that_was_dropped_without_being_freed():
     allocator._owned[0] = 0  # the fault: the ownership map forgets a block that is not on the free list
     with pytest.raises(GateError, match=r"2 free \+ 1 owned = 3 blocks, the pool has 4"):
         check_blocks_conserved(free=allocator.num_free, owned=allocator.recount_owned(), total=4)
+
+
+@pytest.mark.parametrize(("sink", "slots"), [(19, 21), (20, 20), (0, 21)])
+def test_gate_rejects_a_sink_that_a_block_can_name_or_the_pool_lacks(sink: int, slots: int):
+    sizes = {"num_blocks": 5, "block_size": 4}
+    check_sink_outside(sink_slot=20, **sizes, pool_slots=21)
+    with pytest.raises(GateError, match=rf"the sink is slot {sink}, blocks name 0..19, the pool has {slots} slots"):
+        check_sink_outside(sink_slot=sink, **sizes, pool_slots=slots)
 
 
 def test_gate_rejects_one_block_in_two_tables():

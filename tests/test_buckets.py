@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fast.blocks import BlockAllocator, BlockTable
 from fast.buckets import BucketSet, power_of_two_rows, sink_slot, stride_widths
 from gates import GateError
-from gates.buckets import check_bucket_covers, check_pad_inert
+from gates.buckets import check_bucket_covers, check_pad_finite, check_pad_inert
 from tests.addressing import Paged
 
 LIMITS = [1, 2, 3, 7, 8, 9, 12, 20, 31, 32, 33, 50, 256, 700]
@@ -128,6 +128,22 @@ def test_gate_rejects_a_stride_that_misses_the_largest_batches(limit: int):
         GateError, match=rf"buckets\.covers: the largest rows size is {sizes[-1]}, the limit is {limit}"
     ):
         check_bucket_covers(axis="rows", sizes=sizes, limit=limit, mapped=mapped)
+
+
+def test_gate_rejects_a_bucket_set_that_ends_past_the_limit_it_was_given():
+    buckets = BucketSet(max_batch_size=4, max_model_len=32, width_multiple=16)
+    with pytest.raises(GateError, match="the largest rows size is 4, the limit is 3"):
+        buckets._check_covers(3, 32)  # the caller's limit, and not the one that the list itself ends at
+    with pytest.raises(GateError, match="the largest width size is 32, the limit is 33"):
+        buckets._check_covers(4, 33)
+
+
+def test_gate_rejects_a_padded_row_whose_logits_are_no_numbers():
+    logits = torch.zeros(4, 3)
+    logits[3, 1] = float("nan")
+    check_pad_finite(logits=logits, pad_rows=0)  # a real row's own trouble: its request fails alone
+    with pytest.raises(GateError, match=r"padded rows are not finite, first at line \[3\] \[1 of 2\]"):
+        check_pad_finite(logits=logits, pad_rows=2)
 
 
 def test_gate_rejects_a_count_that_maps_past_the_smallest_size():

@@ -238,6 +238,26 @@ def test_a_replay_under_a_moved_buffer_is_refused():
         bench.captured.run(plan)
 
 
+def test_a_slot_table_that_moved_is_refused_and_does_not_pass_for_an_unseen_shape():
+    bench = Bench()
+    bench.warm()
+    bench.admit(0, 3)
+    plan = bench.plan(0)
+    bench.slot_table.slots = bench.slot_table.slots.clone()
+    with pytest.raises(GateError, match="gate slots.table_stable"):
+        bench.captured.run(plan)
+    assert not bench.captured.eager
+
+
+def test_gate_rejects_a_recording_over_a_copy_of_the_table():
+    bench = Bench()
+    bench.admit(0, 3)
+    plan = bench.plan(0)
+    plan = replace(plan, slot_mapping=plan.slot_mapping.clone())
+    with pytest.raises(GateError, match="gate slots.window: .* is a copy"):
+        bench.captured.record(plan)
+
+
 def test_a_held_plan_is_refused_once_its_row_has_a_new_tenant():
     bench = Bench()
     bench.warm()

@@ -26,11 +26,13 @@ from fast.slots import (
 from gates import GateError
 from gates.slots import (
     check_appends_incremental,
+    check_gather_narrow,
     check_mapping_is_window,
     check_resyncs_bounded,
     check_slots_agree,
     check_table_fits,
     check_table_stable,
+    check_vacated_unmirrored,
     check_window_intact,
 )
 from tests.addressing import Paged
@@ -420,6 +422,29 @@ def test_gate_rejects_a_table_over_its_budget_and_prices_the_alternative():
             budget_bytes=64_000_000,
         )
     assert "16,777,216 bytes, 16x smaller" in str(caught.value)
+
+
+def test_gate_rejects_a_gather_that_copies_whole_rows_of_the_table(monkeypatch: pytest.MonkeyPatch):
+    paged = synced(5, 0, 3)
+    index_select = Tensor.index_select
+
+    def whole_rows(source: Tensor, dim: int, index: Tensor) -> Tensor:
+        return index_select(paged.slots.slots, dim, index)[:, : source.shape[1]]  # right, and 32 columns for 5
+
+    monkeypatch.setattr(Tensor, "index_select", whole_rows)
+    with pytest.raises(GateError, match="64 cells were copied to read 10"):
+        paged.slots.read((2, 0), 5)
+    with pytest.raises(GateError, match="gate slots.gather_narrow: 1,000 cells"):
+        check_gather_narrow(copied_cells=1000, read_cells=10)
+
+
+def test_gate_rejects_an_empty_row_that_mirrors_a_tenant_who_left():
+    paged = synced(5, 3)
+    paged.tables[1].release()  # the fault: the block table forgets its tenant and the mirror does not
+    with pytest.raises(GateError, match="row 1 is empty and mirrors 3 tokens"):
+        check_vacated_unmirrored(mirrored=paged.slots.lengths((0, 1)), stored=[table.length for table in paged.tables])
+    paged.slots.reset(1)
+    check_vacated_unmirrored(mirrored=paged.slots.lengths((0, 1)), stored=[table.length for table in paged.tables])
 
 
 def test_gate_rejects_a_table_that_moved_after_recording():

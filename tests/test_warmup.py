@@ -25,6 +25,7 @@ from gates import GateError
 from gates.warmup import (
     check_all_warm,
     check_arm_replayed_every_step,
+    check_biggest_first,
     check_no_cold_captures,
     check_warm_budget,
     check_warm_graphs_unbound,
@@ -216,6 +217,15 @@ def test_gate_rejects_a_list_with_a_shape_missing_or_over():
         check_all_warm(wanted=[(2, 8), (1, 8)], recorded=[(2, 8)])
     with pytest.raises(GateError, match=r"1 shapes recorded that the warm list does not hold: first \[\(4, 8\)\]"):
         check_all_warm(wanted=[(2, 8)], recorded=[(2, 8), (4, 8)])
+
+
+def test_gate_rejects_a_list_whose_pool_would_grow_while_it_is_recorded():
+    with pytest.raises(GateError, match=r"\(1, 16\) is recorded before \(2, 16\), which needs a larger pool"):
+        check_biggest_first(shapes=[(1, 16), (2, 16)])
+    bench = Bench()
+    with pytest.raises(GateError, match="gate warmup.biggest_first"):
+        warm_decode(bench.captured, warm_shapes(bench.buckets)[::-1], num_heads=4)
+    assert bench.captured.captures == 0
 
 
 def test_gate_rejects_a_list_wider_than_the_budget():
