@@ -249,7 +249,6 @@ class Engine:
         return contract.generate(self, requests)
 
     def _step(self, mark: Mark) -> list[Event]:
-        open_before = set(self._open)
         self.steps += 1
         # 1. Say what was aborted since the last step.
         events = [Event(request_id, None, "abort") for request_id in self._aborted]
@@ -271,6 +270,7 @@ class Engine:
             # 6. Tokens join their sequences; rows and blocks of those that ended are free again.
             events += self._commit(output.rows, sampled)
         # 7. Close what ended.
+        open_before = self._open_among(events)
         for event in events:
             if event.finish_reason is not None:
                 del self._open[event.request_id]
@@ -357,7 +357,7 @@ class Engine:
         check_ends_once(
             events=[(event.request_id, event.finish_reason) for event in events],
             open_before=open_before,
-            open_after=self._open.keys(),
+            open_after=self._open_among(events),
         )
         check_tables_cover(
             lengths=[table.length for table in self.cache.tables],
@@ -376,6 +376,11 @@ class Engine:
                 dirty={row: self.rows.dirty_columns(row) for row in self.scheduler.free_rows},
                 total=self.cache.max_batch_size,
             )
+
+    def _open_among(self, events: list[Event]) -> set[str]:
+        """The open requests that the gate sees: all at full, else those that spoke, for a queue can be long."""
+        spoke = {event.request_id for event in events}
+        return set(self._open) if enabled(FULL) else {name for name in spoke if name in self._open}
 
     def _check_blocks(self) -> None:
         allocator = self.cache.allocator
