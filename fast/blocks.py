@@ -112,16 +112,33 @@ class BlockTable:
         return self.slot(self.length - 1)
 
     def advance(self, tokens: int) -> list[int]:
-        """Count `tokens` more tokens and return their slots (a prefill)."""
-        return [self.append() for _ in range(tokens)]
+        """Count `tokens` more tokens, all or none, and return their slots (a prefill).
+
+        Raises:
+            OutOfBlocks: some of them have no block.
+        """
+        start, stop = self.length, self.length + tokens
+        if stop > self.capacity:
+            raise OutOfBlocks(f"token {stop - 1} has no block; {len(self.blocks)} blocks hold {self.capacity}")
+        self.length = stop
+        return self.slots(start, stop)
 
     def slot(self, token: int) -> int:
         """The slot of token index `token` (0-based)."""
         return self.blocks[token // self.block_size] * self.block_size + token % self.block_size
 
     def slots(self, start: int, stop: int) -> list[int]:
-        """The slots of tokens start..stop-1."""
-        return [self.slot(token) for token in range(start, stop)]
+        """The slots of tokens start..stop-1, block by block.
+
+        Raises:
+            IndexError: some of them have no block.
+        """
+        if stop > self.capacity:
+            raise IndexError(f"slots: token {stop - 1} has no block; {len(self.blocks)} blocks hold {self.capacity}")
+        size, first = self.block_size, start // self.block_size
+        blocks = self.blocks[first : -(-stop // size)]
+        cells = [cell for block in blocks for cell in range(block * size, block * size + size)]
+        return cells[start - first * size : stop - first * size]
 
     def release(self) -> list[int]:
         """Forget the tenant and return its blocks, for the allocator to take back."""
