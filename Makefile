@@ -8,7 +8,7 @@ PORT ?= 8000
 ARGS ?=
 PYTEST_ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat model test differential bench docs lint types clean
+.PHONY: help venv serve chat model test differential bench figures docs lint types clean
 
 help: ## what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 16
@@ -47,6 +47,9 @@ differential: $(VENV)/.dev model ## only fast against reference, token for token
 
 bench: $(VENV)/.dev model ## the benchmarks, each correct first, then timed
 	$(PY) -m pytest tests/bench --benchmark-enable --benchmark-only $(PYTEST_ARGS)
+
+figures: $(VENV)/.dev ## print the exact figures, counted by the real classes
+	$(PY) -m tests.bench.figures
 
 docs: $(VENV)/.docs ## build the site strictly
 	$(PY) -m mkdocs build --strict
