@@ -1,7 +1,7 @@
 """Print the exact figures, each counted by the real classes of the engine over a real run: no formula stands in.
 
-Run: `python -m tests.bench.figures` (or `make figures`); `--json` prints one object instead of tables. They are arithmetic
-over schedules, so they are the same on every machine; tests/test_exact_figures.py holds them to the published ones.
+Run: `python -m tests.bench.figures` (or `make figures`); `--json` prints one object instead of tables. They are
+arithmetic over schedules, so they are the same on every machine; tests/test_exact_figures.py holds them.
 """
 
 from __future__ import annotations
@@ -157,23 +157,20 @@ def render(found: dict[str, Any]) -> str:
     lines += [
         f"  warm {n:<20} {serving['shapes'][n]:>4} shapes {s:>6.2f} s" for n, s in serving["warm_seconds"].items()
     ]
-    lines += [
-        f"  lazy, {generated:>5} tokens {run['captures']:>11} graphs {run['stall_seconds']:>6.2f} s of a client's latency"
-        for generated, run in serving["lazy"].items()
-    ]
-    lines += [
-        f"  {int(budget) / 1e6:>5,.0f} MB for fp32 scores at 32 heads: width {b['width']:>6,}, {b['shapes']} of 576 shapes"
-        for budget, b in serving["budgets"].items()
-    ]
+    for generated, run in serving["lazy"].items():
+        price = f"{run['stall_seconds']:>6.2f} s of a client's latency"
+        lines.append(f"  lazy, {generated:>5} tokens {run['captures']:>11} graphs {price}")
+    for budget, b in serving["budgets"].items():
+        fits = f"width {b['width']:>6,}, {b['shapes']} of 576 shapes"
+        lines.append(f"  {int(budget) / 1e6:>5,.0f} MB for fp32 scores at 32 heads: {fits}")
     lines += ["", "decode steps covered by a recording, 4-token prompts"]
-    lines += [
-        f"{'rows':>4} {'requests':>8} {'gens':>10} {'steps':>6} {'free rows':>12} {'persistent: moves cells':>26}"
-    ]
+    heads = f"{'free rows':>12} {'persistent: moves cells':>26}"
+    lines += [f"{'rows':>4} {'requests':>8} {'gens':>10} {'steps':>6} {heads}"]
     for r in found["coverage"]:
         free, kept = r["free"], r["persistent"]
+        arms = f"{free['replayed']:>5} / {free['scattered']:<4} {kept['replayed']:>12} {kept['moves']:>6}"
         lines.append(
-            f"{r['rows']:>4} {r['requests']:>8} {r['gens']:>10} {r['decode_steps']:>6} "
-            f"{free['replayed']:>5} / {free['scattered']:<4} {kept['replayed']:>12} {kept['moves']:>6} {kept['cells']:>6}"
+            f"{r['rows']:>4} {r['requests']:>8} {r['gens']:>10} {r['decode_steps']:>6} {arms} {kept['cells']:>6}"
         )
     return "\n".join(lines)
 
