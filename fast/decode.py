@@ -31,7 +31,7 @@ from gates.buckets import check_pad_finite
 from gates.core import FULL, enabled
 from gates.plan import check_plan_fresh
 from gates.slots import check_slots_agree, check_window_intact
-from gates.warmup import check_no_cold_captures
+from gates.warmup import check_all_warm, check_no_cold_captures
 
 DEFAULT_WIDTH_MULTIPLE = 128
 RESERVED_BYTES = 256 << 20  # of a device's free memory, kept out of the recordings' pool for prefills
@@ -152,6 +152,11 @@ class DecodePath:
             pools=pools,
             budget_bytes=budget_bytes,
         )
+        # The list once more, from the set and the two trims alone: a shape that it lacks is slow for ever.
+        most_rows = self.buckets.max_batch_size if max_rows is None else max_rows
+        widest = self.buckets.max_model_len if max_width is None else max_width
+        wanted = [shape for shape in self.buckets.shapes if shape[0] <= most_rows and shape[1] <= widest]
+        check_all_warm(wanted=wanted, recorded=self.captured.shapes)
         self.captured.ready()
         return self.warmup
 
