@@ -34,7 +34,7 @@ from gates import FULL, enabled
 from gates.blocks import check_blocks_conserved, check_owned_once, check_tables_cover
 from gates.engine import check_ends_once, check_gauges, check_tokens_cached, check_within_limits
 from gates.plan import check_rebuild_bounded
-from gates.sampling import check_draw_position
+from gates.sampling import check_end_allowed
 from gates.scheduler import check_decode_room, check_rows_follow_requests, check_vacated_rows_neutral
 from gates.slots import check_resyncs_bounded
 from reference import request as contract
@@ -313,7 +313,6 @@ class Engine:
         stored = [self.cache.tables[row].length for row in rows]
         known = [len(self.scheduler.running[row].tokens) for row in rows]
         check_tokens_cached(cached_tokens=stored, known_tokens=known)
-        check_draw_position(positions=stored, known_tokens=known)
         check_rows_follow_requests(
             rows={row: sequence.request.id for row, sequence in self.scheduler.running.items()},
             state={row: self.rows.request_id(row) for row in self.scheduler.running},
@@ -346,6 +345,8 @@ class Engine:
             max_model_len=self.max_model_len,
             finished=reason is not None,
         )
+        if reason == "stop":
+            check_end_allowed(output_tokens=sequence.num_generated, min_tokens=sequence.request.params.min_tokens)
         return reason
 
     def _check_schedule(self, output: SchedulerOutput) -> None:
