@@ -17,7 +17,8 @@ from fast.rows import Rows
 from gates import GateError
 from gates.core import at_level
 from reference.request import Completion, Event, Request, SamplingParams
-from tests.harness import SHAPES, TINY, Arrival, Trace, lockstep, tiny_config, tiny_engine, tiny_weights
+from tests.harness import SHAPES, TINY, lockstep, tiny_config, tiny_engine, tiny_weights
+from tests.traces import Arrival, Trace
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
