@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fast.engine import Engine
 from fast.record import FULL_EVERY, StepRecord
@@ -32,10 +34,13 @@ from serve.cli import main
 from serve.models import TINY_RANDOM, load_model
 from serve.options import UsageError
 from serve.trace import attach_trace
-from serve.trace_read import TraceError, TraceReader
+from serve.trace_read import TraceError, TraceReader, TraceStep, request_of
 from serve.trace_replay import replay
-from serve.trace_show import lines, pool_bar
-from tests.harness import TINY, tiny_engine, tiny_reference
+from serve.trace_show import Totals, lines, pool_bar, step_lines
+from tests.fast_run import FastRun
+from tests.harness import SHAPES, TINY, engine_of, tiny_engine, tiny_reference
+from tests.strategies import sampling_params, traces
+from tests.traces import ARMS, Trace
 
 SIZES = {"max_batch_size": 4, "num_blocks": 20, "block_size": 4, "max_model_len": 48, "width_multiple": 16}
 WARM = {"bucket_decode": True, "persist_inputs": True, "capture_decode": True, "compact_rows": True}
@@ -539,6 +544,67 @@ def test_gate_rejects_an_event_of_a_request_that_is_not_open(events, fact: str):
 def test_gate_rejects_a_dump_that_differs_from_the_changes(dumped: dict[int, tuple[int, ...]]):
     with pytest.raises(GateError, match="gate trace.dump_agrees"):
         check_dump_agrees(rebuilt={0: (1, 2)}, dumped=dumped)
+
+
+# ---- any order --------------------------------------------------------------------------------------------------
+
+
+def run_traced(trace: Trace, path: Path) -> FastRun:
+    """A lockstep trace taken through the fast engine with a step trace in `path`."""
+    engine = engine_of(trace)
+    writer = attach_trace(engine, path, model="tiny", config=SHAPES[trace.shape])
+    run = FastRun(trace, engine)
+    while run.steps <= trace.last_step:
+        for arrival in trace.arrivals:
+            if arrival.step == run.steps:
+                run.submit(arrival.request)
+        for step, name in trace.aborts:
+            if step == run.steps:
+                run.abort(name)
+        run.step()
+    run.drain()
+    writer.close()
+    return run
+
+
+@pytest.mark.differential
+@given(data=st.data())
+def test_any_run_is_told_whole_and_replays_equal(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory):
+    trace = data.draw(traces(dtype="float64"))
+    path = tmp_path_factory.mktemp("traces") / "t"
+    run = run_traced(trace, path)
+    steps: list[TraceStep] = list(TraceReader(path))
+    assert [step.step for step in steps] == list(range(1, run.steps + 1))
+    told: dict[str, list[int]] = {}
+    for step in steps:
+        told |= {request.id: [] for request in step.submitted}
+        for name, token, _ in step.events:
+            told[name] += [] if token is None else [token]
+    assert told == {name: completion.token_ids for name, completion in run.completions.items()}
+    totals = Totals(num_blocks=trace.num_blocks)
+    for step in steps:
+        totals.add(step)
+        step_lines(step, num_blocks=trace.num_blocks)
+    stats = run.engine.stats()
+    assert (totals.decode_steps, totals.replayed) == (stats["decode_steps"], stats["replayed"])
+    assert (totals.moves, totals.preemptions) == (stats["moves"], stats["preemptions"])
+    assert totals.prefilled == stats["prefill_tokens"]
+    assert set(totals.eager) <= ARMS[trace.arm].eager
+    assert replayed(path, trace.shape) == []
+
+
+@given(params=sampling_params(), name=st.text(), prompt=st.lists(st.integers(0, 2**40), min_size=1))
+def test_any_request_survives_json(params: SamplingParams, name: str, prompt: list[int]):
+    request = Request(tuple(prompt), params, name)
+    record = StepRecord(1, submitted=(request,))
+    (values,) = json.loads(json.dumps(record.as_dict()))["submitted"]
+    assert asdict_of(request_of(values)) == asdict_of(request)
+
+
+def asdict_of(request: Request) -> dict[str, Any]:
+    """Every field of a request, the read-only mapping as a dict."""
+    params = {name: getattr(request.params, name) for name in SamplingParams.__dataclass_fields__}
+    return {"id": request.id, "prompt_ids": request.prompt_ids, **params, "logit_bias": dict(params["logit_bias"])}
 
 
 def test_the_header_holds_the_whole_config(tmp_path: Path):
