@@ -75,9 +75,7 @@ class Caught:
 
 def visit(exhibit: Exhibit, level: str) -> Caught:
     """Run an exhibit's workload at a gate level with its fault in place."""
-    with ExitStack() as stack:
-        for function in dict.fromkeys(edit.where for edit in exhibit.edits):
-            stack.enter_context(_swapped(function, [edit for edit in exhibit.edits if edit.where is function]))
+    with applied(exhibit.edits):
         return watch(exhibit.scene, level)
 
 
@@ -96,6 +94,15 @@ def watch(scene: Callable[[], object], level: str) -> Caught:
         by, message = type(error).__name__, str(error).partition("\n")[0]
     fired = tuple(name for name, count in counters().items() if count.failures != before.get(name, 0))
     return Caught(by, message, fired)
+
+
+@contextmanager
+def applied(edits: tuple[Edit, ...]) -> Iterator[None]:
+    """Run a block with every edit in place; those of one function are applied to its source one after the other."""
+    with ExitStack() as stack:
+        for function in dict.fromkeys(edit.where for edit in edits):
+            stack.enter_context(_swapped(function, [edit for edit in edits if edit.where is function]))
+        yield
 
 
 @contextmanager
