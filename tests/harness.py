@@ -76,7 +76,7 @@ def tiny_reference(shape: str = "gqa", *, max_model_len: int | None = None) -> R
 
 UNNAMED_SEED = 77  # both engines give it to a request without a seed, so that its answer can be compared too
 # Largest difference of a log probability between two orders of summation; ids and ranks have to be equal.
-LOGPROB_BOUND = {"float64": 1e-9, "float32": 1e-3}
+LOGPROB_BOUND = {"float64": 1e-9, "float32": 1e-4}
 
 
 @cache
