@@ -111,6 +111,13 @@ def test_a_table_in_use_takes_no_new_tenant():
         table.adopt([4])
 
 
+def test_a_table_that_counts_tokens_without_blocks_takes_no_new_tenant():
+    table = BlockTable(2)
+    table.length = 3
+    with pytest.raises(ValueError, match="still holds 0 blocks and 3 tokens"):
+        table.adopt([4])
+
+
 def test_gate_rejects_a_block_that_was_dropped_without_being_freed():
     allocator = BlockAllocator(4)
     allocator.allocate(2)

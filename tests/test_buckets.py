@@ -94,6 +94,20 @@ def test_padding_is_counted_in_rows_and_in_cells():
     assert (buckets.steps, buckets.row_padding_share, buckets.cell_padding_share) == (2, 1 / 8, 52 / 128)
 
 
+def test_shares_are_parts_of_the_whole_and_zero_before_the_first_step():
+    buckets = BucketSet(max_batch_size=4, max_model_len=4)
+    assert (buckets.row_padding_share, buckets.cell_padding_share) == (0.0, 0.0)
+    buckets.count(rows=3, tokens=4, bucket=(4, 4))
+    assert (buckets.row_padding_share, buckets.cell_padding_share) == (1 / 4, 12 / 16)
+    buckets.count(rows=1, tokens=4, bucket=(2, 4))
+    assert buckets.row_padding_share == 2 / 6
+
+
+def test_a_set_of_one_token_pads_rows_and_the_width_is_a_multiple_of_128():
+    assert BucketSet(max_batch_size=4, max_model_len=1).pad_rows(3) == 1
+    assert BucketSet(max_batch_size=1, max_model_len=300).widths == (128, 256, 300)
+
+
 def test_no_block_can_name_the_sink():
     allocator, table = BlockAllocator(5), BlockTable(16)
     table.adopt(allocator.allocate(5))

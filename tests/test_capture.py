@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from fast.capture import (
 from fast.inputs import DecodeInputs
 from fast.plan import DecodePlan, plan_decode
 from fast.slots import SlotTable
-from fast.warmup import warm_decode, warm_shapes
+from fast.warmup import warm_decode, warm_shapes, warmup_plan
 from gates import GateError
 from gates.capture import (
     check_eager_counted,
@@ -35,6 +36,7 @@ from gates.capture import (
     check_replay_rows,
     check_replay_shape,
 )
+from gates.core import at_level
 
 ROWS, COLUMNS, BLOCK = 4, 24, 4
 
@@ -71,6 +73,9 @@ class Bench:
             buckets=self.buckets if bucketed else None,
             inputs=self.inputs,
         )
+
+    def storage(self) -> dict[str, Any]:
+        return {"slot_table": self.slot_table, "inputs": self.inputs}
 
     def warm(self) -> None:
         warm_decode(self.captured, warm_shapes(self.buckets), num_heads=1)
@@ -177,6 +182,44 @@ def test_the_key_changes_with_each_tensor_it_stands_for(name):
 def test_the_key_is_blind_only_to_what_a_launch_cannot_see():
     blind = {field.name for field in fields(DecodePlan)} - set(LAUNCH_TENSORS)
     assert blind == {"rows", "pad_rows", "lengths", "slots", "bucket"}  # host copies, and the bucket is the shape
+
+
+@pytest.mark.parametrize(("level", "runs"), [("cheap", 2), ("full", 3)])
+def test_the_host_recorder_runs_the_narrow_shapes_and_at_full_gates_all(level: str, runs: int):
+    bench, calls = Bench(), []
+
+    def call(plan: DecodePlan) -> Tensor:
+        calls.append(plan.width)
+        return toy_forward(plan)
+
+    with at_level(level):
+        replays = [HostRecorder(16).record(call, warmup_plan((1, width), **bench.storage())) for width in (8, 16, 24)]
+    assert calls == [8, 16, 24][:runs]
+    replays[2]()
+    assert calls[-1] == 24, "what was not run to be recorded runs when it is replayed"
+    HostRecorder().record(call, warmup_plan((1, 24), **bench.storage()))
+    assert len(calls) == runs + 2, "without a bound every shape runs"
+
+
+def test_recording_runs_the_call_once_and_only_the_full_gates_run_it_to_watch_it():
+    bench, calls = Bench(), []
+    bench.captured.call = lambda plan: (calls.append(plan), toy_forward(plan))[1]
+    with at_level("cheap"):
+        bench.captured.record(warmup_plan((1, 8), **bench.storage()))
+    assert len(calls) == 1
+
+
+def test_an_unseen_shape_runs_eagerly_unless_recording_on_a_miss_is_asked_for():
+    bench = Bench()
+    captured = CapturedDecode(toy_forward, HostRecorder(), **bench.storage())
+    assert captured.replay_share == 1.0, "before the first step"
+    bench.admit(0, 3)
+    captured.run(bench.plan(0))
+    assert (captured.captures, captured.replay_share) == (0, 0.0)
+    captured.record(warmup_plan((1, 8), **bench.storage()))
+    for _ in range(3):
+        captured.run(bench.plan(0))
+    assert (captured.steps, captured.replays, captured.replay_share) == (4, 3, 0.75)
 
 
 def test_a_shared_pool_costs_its_largest_member():

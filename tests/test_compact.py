@@ -107,6 +107,12 @@ def test_moves_are_the_strays_into_the_holes_and_leave_a_prefix(rows: tuple[int,
     assert is_compact(rows) == (moves == ())
 
 
+def test_strays_ascend_whatever_order_a_set_keeps_them_in():
+    rows = {64, 33, 8, 97}  # Python's set gives these in another order
+    assert strays(rows) == [8, 33, 64, 97]
+    assert [(move.src, move.dst) for move in plan_compaction(rows)] == [(8, 0), (33, 1), (64, 2), (97, 3)]
+
+
 def test_the_order_of_rows_is_part_of_being_compact():
     assert is_compact((0, 1, 2))
     assert is_compact(())

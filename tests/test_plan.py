@@ -178,6 +178,16 @@ def test_a_bucket_set_made_for_larger_storage_is_refused_before_anything_grows(r
 # ---- rejects ----------------------------------------------------------------------------------------------------
 
 
+def test_inputs_made_for_a_smaller_batch_are_refused_before_anything_grows():
+    paged = Paged(4, 16)
+    for row in range(3):
+        paged.adopt(row, 2)
+    small = DecodeInputs(max_batch_size=2, sink_slot=paged.sink)
+    with pytest.raises(ValueError, match="bucket: 3 x 3 exceeds the storage of 2 x 16"):
+        paged.plan(range(3), inputs=small)
+    assert [table.length for table in paged.tables[:3]] == [2, 2, 2]
+
+
 def test_gate_rejects_a_row_whose_last_entry_is_not_where_it_writes():
     paged = filled(5, 3)
     plan = paged.plan((0, 1))

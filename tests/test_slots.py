@@ -323,6 +323,35 @@ def test_a_table_on_a_device_writes_and_reads_the_same_cells():
     paged.check_agrees((0, 1, 2))
 
 
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize(("rows", "pad"), [((0,), 0), ((0, 1), 1), ((), 2)])
+def test_a_rectangle_has_the_rows_and_columns_that_were_asked_for(rows: tuple[int, ...], pad: int, gather: bool):
+    slots = synced(3, 2, 1, 0, gather=gather).slots
+    assert slots.rectangle(rows, 5, pad).shape == (len(rows) + pad, 5)
+    assert slots.rectangle((0, 1), 5).shape == (2, 5)  # nothing is padded unless it is asked for
+
+
+def test_a_table_reads_windows_unless_the_gather_is_asked_for():
+    slots = SlotTable(max_batch_size=2, max_model_len=8)
+    assert slots.read_buffer is slots.slots
+    assert slots.window_share == 1.0, "before the first read"
+    slots.rectangle((0, 1), 4)
+    slots.rectangle((1,), 4)
+    slots.rectangle((0,), 4)
+    assert slots.window_share == 2 / 3
+
+
+def test_every_row_is_covered_and_not_only_the_shortest():
+    slots = synced(3, 9).slots
+    with pytest.raises(ValueError, match=re.escape("width: 5 is not in 9..32 (longest row..table)")):
+        slots.rectangle((0, 1), 5)
+
+
+def test_a_row_does_not_move_onto_itself():
+    with pytest.raises(ValueError, match="row 1 -> 1"):
+        synced(3, 0).slots.move_row(1, 1)
+
+
 # ---- rejects ----------------------------------------------------------------------------------------------------
 
 
@@ -347,6 +376,17 @@ def test_gate_rejects_a_gathered_copy_and_names_the_rows():
     mapping, _ = paged.slots.read((0, 2), 8)
     with pytest.raises(GateError, match=r"slots\.window: .*rows \(0, 2\) .*the scheduler's side"):
         check_mapping_is_window(mapping=mapping, table=paged.slots.read_buffer, rows=(0, 2))
+
+
+def test_gate_rejects_a_copy_that_has_the_tables_own_stride():
+    table = synced(4, 4).slots.slots
+    with pytest.raises(GateError, match="gate slots.window"):
+        check_mapping_is_window(mapping=table.clone(), table=table, rows=(0, 1))
+
+
+def test_gate_rejects_a_mirror_with_fewer_rows_than_block_tables():
+    with pytest.raises(GateError, match="1 rows mirrored, 2 block tables"):
+        check_vacated_unmirrored(mirrored=[0], stored=[0, 0])
 
 
 def test_gate_rejects_a_copied_prefix_as_the_plans_fault():
