@@ -156,6 +156,9 @@ def test_gate_rejects_a_padded_row_whose_logits_are_no_numbers():
     logits = torch.zeros(4, 3)
     logits[3, 1] = float("nan")
     check_pad_finite(logits=logits, pad_rows=0)  # a real row's own trouble: its request fails alone
+    troubled = logits.clone()
+    troubled[0] = float("inf")
+    check_pad_finite(logits=troubled, pad_rows=2)  # and a model that is no numbers throughout is another's to report
     with pytest.raises(GateError, match=r"padded rows are not finite, first at line \[3\] \[1 of 2\]"):
         check_pad_finite(logits=logits, pad_rows=2)
 

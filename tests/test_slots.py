@@ -414,6 +414,9 @@ def test_gate_rejects_a_shorter_tenant_by_the_copy_made_with_the_plan():
     paged = synced(9, 3)
     plan = paged.plan((0, 1))
     made = plan.slot_mapping.clone()
+    check_window_intact(**held(plan, made))
+    made[1, 4:] += 1  # past row 1's length: no cell of the plan
+    check_window_intact(**held(plan, made))
     paged.release(0)
     paged.reserve(1, 12)
     paged.adopt(0, 2)
