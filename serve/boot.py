@@ -21,6 +21,7 @@ import torch
 from reference.request import Engine
 from serve.models import LoadedModel, load_model
 from serve.options import UsageError
+from serve.trace import attach_trace
 
 ENGINES = ("fast", "reference")
 SHUTDOWN_SECONDS = 5
@@ -116,6 +117,8 @@ def boot(args: argparse.Namespace) -> tuple[LoadedModel, Engine]:
         print(
             f"note: a request may have {engine.max_model_len:,} tokens, not {wanted:,}: {WHY_LOWERED}", file=sys.stderr
         )
+    if args.trace is not None:
+        attach_trace(engine, args.trace, model=args.model, config=loaded.config)
     return loaded, engine
 
 

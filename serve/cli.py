@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from reference.request import SEED_RANGE
 from serve.models import CATALOGUE, TINY_RANDOM, UnknownModel, home, installed, model_path
 from serve.options import UsageError, bias, integer, integers, num_bytes, number
-from serve.trace import add_trace_arguments, trace
+from serve.trace import add_trace_arguments, trace, trace_option
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MODEL_HELP = f"a model's name ({', '.join(CATALOGUE)}, {TINY_RANDOM}), a Hugging Face folder, a .gguf file, or a hub id"
@@ -102,6 +102,7 @@ def _engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=integer(1), metavar="T", help="tokens; default: what the model allows")
     parser.add_argument("--threads", type=integer(1, 1024), metavar="N", help="CPU threads; default: torch's choice")
     _decode_arguments(parser)
+    trace_option(parser)
 
 
 def _decode_arguments(parser: argparse.ArgumentParser) -> None:

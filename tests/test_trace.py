@@ -610,3 +610,26 @@ def asdict_of(request: Request) -> dict[str, Any]:
 def test_the_header_holds_the_whole_config(tmp_path: Path):
     traced(tmp_path / "t", 2)
     assert TraceReader(tmp_path / "t").header["config"] == json.loads(json.dumps(asdict(TINY)))
+
+
+def test_a_traced_command_replays_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from serve.cli import main
+
+    path = tmp_path / "steps.jsonl"
+    ask = ["generate", "--model", "tiny-random", "--prompt", "hi", "--max-tokens", "9", "--seed", "4", "--json"]
+    assert main([*ask, "--trace", str(path)]) == 0
+    assert main(["trace", "replay", str(path)]) == 0
+    assert main(["trace", "show", str(path)]) == 0
+    assert main([*ask, "--engine", "reference", "--trace", str(path)]) == 2
+    assert "the reference engine keeps no record of its steps" in capsys.readouterr().err
+
+
+@pytest.mark.model
+def test_a_trace_of_the_real_model_replays_in_the_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from serve.cli import main
+
+    path = tmp_path / "steps.jsonl"
+    ask = ["generate", "--model", "smollm2-135m-instruct", "--prompt", "Once", "--max-tokens", "12", "--json"]
+    assert main([*ask, "--seed", "7", "--max-model-len", "128", "--trace", str(path)]) == 0
+    assert main(["trace", "replay", str(path)]) == 0
+    assert "12 tokens" in capsys.readouterr().out
