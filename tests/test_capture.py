@@ -281,6 +281,27 @@ def test_a_replay_under_a_moved_buffer_is_refused():
         bench.captured.run(plan)
 
 
+@pytest.mark.parametrize(
+    ("name", "line", "gate"),
+    [
+        ("write_slots", 3, "buckets.pad_inert"),
+        ("context_lens", 3, "buckets.pad_inert"),
+        ("positions", 0, "plan.addressing"),
+        ("write_slots", 2, "plan.addressing"),
+        ("context_lens", 1, "slots.window_intact"),
+    ],
+)
+def test_a_plan_that_was_changed_after_it_was_checked_is_refused_before_a_replay(name: str, line: int, gate: str):
+    bench = Bench()
+    bench.warm()
+    for row in range(3):
+        bench.admit(row, 3 + row)
+    plan = bench.plan(0, 1, 2)
+    getattr(plan, name)[line] += 1
+    with pytest.raises(GateError, match=f"gate {gate}"):
+        bench.captured.run(plan)
+
+
 def test_a_slot_table_that_moved_is_refused_and_does_not_pass_for_an_unseen_shape():
     bench = Bench()
     bench.warm()
