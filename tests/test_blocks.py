@@ -124,6 +124,9 @@ def test_gate_rejects_a_block_that_was_dropped_without_being_freed():
     allocator._owned[0] = 0  # the fault: the ownership map forgets a block that is not on the free list
     with pytest.raises(GateError, match=r"2 free \+ 1 owned = 3 blocks, the pool has 4"):
         check_blocks_conserved(free=allocator.num_free, owned=allocator.recount_owned(), total=4)
+    for free, owned in ((-1, 5), (5, -1)):  # the sum is right, and a count is not
+        with pytest.raises(GateError, match=f"{free} free, {owned} owned: neither may be negative"):
+            check_blocks_conserved(free=free, owned=owned, total=4)
 
 
 @pytest.mark.parametrize(("sink", "slots"), [(19, 21), (20, 20), (0, 21)])

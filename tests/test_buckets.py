@@ -101,6 +101,9 @@ def test_shares_are_parts_of_the_whole_and_zero_before_the_first_step():
     assert (buckets.row_padding_share, buckets.cell_padding_share) == (1 / 4, 12 / 16)
     buckets.count(rows=1, tokens=4, bucket=(2, 4))
     assert buckets.row_padding_share == 2 / 6
+    half = BucketSet(max_batch_size=4, max_model_len=4)
+    half.count(rows=2, tokens=8, bucket=(4, 4))
+    assert (half.row_padding_share, half.cell_padding_share) == (0.5, 0.5)
 
 
 def test_a_set_of_one_token_pads_rows_and_the_width_is_a_multiple_of_128():

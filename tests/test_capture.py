@@ -250,6 +250,7 @@ def test_gate_rejects_a_replay_of_another_shape():
 
 
 def test_gate_rejects_a_pool_over_budget():
+    check_pool_budget(needed=1000, budget=1000, shape=(2, 64))
     with pytest.raises(GateError, match=r"needs 1,000 bytes for \(rows, width\) \(2, 64\), 999 are left"):
         check_pool_budget(needed=1000, budget=999, shape=(2, 64))
 

@@ -203,6 +203,10 @@ def test_gate_rejects_too_few_moves():
         GateError, match=r"compact\.moves_minimal: 1 moves for 2 rows .*rows \[5\] .*the scheduler's side"
     ):
         check_moves_minimal(rows=(0, 4, 5), moves=[(4, 1)])
+    with pytest.raises(GateError, match=r"0 moves for 1 rows .*rows \[3\] still stand at or above 3"):
+        check_moves_minimal(rows=(0, 1, 3), moves=[])  # a stray one row past the prefix
+    with pytest.raises(GateError, match="row 5 is to move to 1, but row 1 is occupied"):
+        check_moves_minimal(rows=(0, 4, 5), moves=[(4, 1), (5, 1)])
 
 
 def test_gate_rejects_needless_moves_that_still_end_in_a_prefix():

@@ -254,6 +254,10 @@ def test_gate_rejects_a_preempted_sequence_at_the_back_of_the_queue(monkeypatch:
 def test_gate_rejects_a_newcomer_that_runs_ahead_of_the_queue():
     with pytest.raises(GateError, match="arrival 5 runs while arrival 3 waits"):
         check_queue_order(running=[1, 5], waiting=[3])
+    with pytest.raises(GateError, match="arrival 3 runs while arrival 3 waits"):
+        check_queue_order(running=[1, 3], waiting=[3])
+    check_queue_order(running=[], waiting=[3, 4])
+    check_queue_order(running=[1, 2], waiting=[3])
 
 
 def test_gate_rejects_a_preempted_earliest_arrival():
@@ -283,6 +287,7 @@ def test_gate_rejects_a_decode_row_that_did_not_grow():
     table = scheduler.cache.tables[0]  # two tokens in a block of two, and the grow stage left out
     with pytest.raises(GateError, match="2 tokens stored, blocks hold 2"):
         check_decode_room(lengths=[table.length], capacities=[table.capacity])
+    check_decode_room(lengths=[table.length], capacities=[table.length + 1])  # room for exactly one
 
 
 def test_gate_rejects_sampler_state_that_stayed_behind():

@@ -271,6 +271,8 @@ def test_gate_rejects_a_list_wider_than_the_budget():
 def test_gate_rejects_an_arm_with_an_eager_step():
     with pytest.raises(GateError, match="47 decode steps, 12 replayed .eager: 35 scattered rows"):
         check_arm_replayed_every_step(decode_steps=47, replayed=12, reasons={"scattered rows": 35})
+    with pytest.raises(GateError, match="47 decode steps, 46 replayed .eager: none counted"):
+        check_arm_replayed_every_step(decode_steps=47, replayed=46, reasons={})
 
 
 # ---- any order --------------------------------------------------------------------------------------------------
