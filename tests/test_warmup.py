@@ -112,6 +112,10 @@ def test_a_warm_up_takes_the_seconds_that_it_took():
     assert warm_decode(Bench().captured, [], num_heads=1).workspace_bytes == 0
 
 
+def test_nothing_is_reserved_unless_it_is_asked_for():
+    assert warm_budget_bytes(free_bytes=100) == 100
+
+
 def test_an_answer_without_tokens_stalls_nobody():
     assert lazy_captures(generated=0, prompt_tokens=5, width_multiple=8) == 0
     assert lazy_captures(generated=0, prompt_tokens=8, width_multiple=8) == 0

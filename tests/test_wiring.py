@@ -76,6 +76,22 @@ def test_gate_rejects_the_control_arm_without_compaction():
         )
 
 
+def test_every_switch_is_off_until_it_is_asked_for():
+    path = engine().decode
+    assert (path.buckets, path.inputs, path.captured, path.compiled) == (None, None, None, None)
+    asked = Engine.build(TINY, tiny_weights(), **{k: v for k, v in SIZES.items() if k != "width_multiple"}, **WARM)
+    assert asked.decode.buckets.width_multiple == 128
+    assert asked.decode.captured.record_on_miss is False
+    assert path.last_outcome.bucket is None, "before the first step"
+
+
+def test_a_row_is_one_tenancy_for_each_request_that_sat_in_it():
+    built = engine(**WARM, compact_rows=True)
+    built.warm_decode()
+    answers(built, 5)
+    assert (built.cache.tenancies, built.cache.prefilled_tokens) == (5, 5 * 4)
+
+
 def test_a_list_trimmed_on_both_axes_leaves_counted_eager_steps():
     built = engine(**WARM, compact_rows=True)
     report = built.warm_decode(max_rows=2, max_width=16)

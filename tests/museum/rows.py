@@ -139,6 +139,17 @@ EXHIBITS = (
         off=HARMLESS,
     ),
     Exhibit(
+        name="a newcomer sits in the lowest free row",
+        thread="vllm-project/vllm#34733",
+        story="Newcomers take the highest free row, so the next compaction moves a row that no release displaced.",
+        edits=(Edit(Scheduler._admit, "heapq.heappop(self._free_rows)", "self._free_rows.pop()"),),
+        scene=scenes.crowded,
+        full="compact.moves_amortised",
+        says="rows are being moved that no completion displaced",
+        cheap="compact.moves_amortised",
+        off=HARMLESS,
+    ),
+    Exhibit(
         name="a rectangle is read by row and not by place in the batch",
         thread="lite_llama docs/continuous_batching.md",
         story="The slot table is indexed by batch position: right until the first early end, then fluent and wrong.",
