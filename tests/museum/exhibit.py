@@ -54,8 +54,8 @@ class Exhibit:
     """
 
     name: str
-    thread: str  # where the fault of a public engine was reported
-    story: str  # one sentence
+    thread: str  # where a public engine's users reported a fault of this kind; often the symptom alone
+    story: str  # one sentence on what the edits here do, which need not be what went wrong there
     edits: tuple[Edit, ...]
     scene: Callable[[], object]
     full: str
