@@ -12,12 +12,14 @@ from fast.capture import CapturedDecode, HostRecorder, workspace_bytes
 from fast.inputs import DecodeInputs
 from fast.slots import SlotTable
 from fast.warmup import (
+    MADE_UP_TOKEN,
     WarmupReport,
     lazy_captures,
     stall_seconds,
     warm_budget_bytes,
     warm_decode,
     warm_shapes,
+    warmup_batch,
     warmup_plan,
     warmup_seconds,
     width_ceiling,
@@ -61,6 +63,16 @@ def test_a_warm_batch_is_a_step_whose_rows_are_all_padding():
     assert plan.write_slots.tolist() == [bench.sink] * 3
     assert plan.slot_mapping.data_ptr() == bench.slot_table.address
     assert plan.input_ids.data_ptr() == bench.inputs.addresses["input_ids"]
+
+
+def test_a_warm_batch_is_its_plan_and_made_up_tokens():
+    bench = Bench()
+    bench.admit(0, 3)
+    bench.plan(0)  # a real step before it, whose token must not stay
+    batch = warmup_batch((2, 8), slot_table=bench.slot_table, inputs=bench.inputs)
+    assert batch.rows == ()
+    assert batch.input_ids.tolist() == [MADE_UP_TOKEN, MADE_UP_TOKEN]
+    assert batch.input_ids.data_ptr() == bench.inputs.addresses["input_ids"]
 
 
 def test_the_list_is_the_bucket_set_biggest_first_and_trims_on_both_axes():
