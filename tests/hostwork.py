@@ -6,6 +6,7 @@ and the sampler fixed tokens. `decoding` gives an engine whose every row has a g
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -103,6 +104,7 @@ def work_of(engine: Engine, steps: int) -> Counter[str]:
     """Bytecodes executed in so many steps, by function, and C functions called: work that no clock disturbs.
 
     A loop inside one C function is one call here, however long; the clock of `tests/bench/bench_plan.py` sees those.
+    The collector is off meanwhile, since it runs other people's callbacks and finalizers wherever it strikes.
     """
     work: Counter[str] = Counter()
 
@@ -116,6 +118,8 @@ def work_of(engine: Engine, steps: int) -> Counter[str]:
             work[f"{arg.__name__}()"] += 1
 
     before = sys.gettrace(), sys.getprofile()
+    gc.collect()
+    gc.disable()
     with fixed_sampler():
         sys.setprofile(profile)
         sys.settrace(trace)
@@ -125,4 +129,5 @@ def work_of(engine: Engine, steps: int) -> Counter[str]:
         finally:
             sys.settrace(before[0])
             sys.setprofile(before[1])
+            gc.enable()
     return work

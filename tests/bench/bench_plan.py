@@ -25,8 +25,8 @@ SHORT = 64
 @pytest.mark.parametrize("level", ["cheap", "off"])
 @pytest.mark.parametrize("rows", [8, 64, 256])
 def bench_host_work_of_a_step(benchmark, rows: int, level: str, context: int):
-    work = counted(rows, SHORT, level)
-    assert counted(rows, context, level) == work, "host work is to be flat in the context"
+    work = counted(SHORT, level)
+    assert counted(context, level) == work, "host work is to be flat in the context"
     engine = loaded(rows, context)
     with at_level(level), fixed_sampler():
         benchmark.pedantic(engine.step, rounds=ROUNDS, warmup_rounds=4)
@@ -37,7 +37,7 @@ def bench_host_work_of_a_step(benchmark, rows: int, level: str, context: int):
         rows=rows,
         context=context,
         gates=level,
-        bytecodes_per_row_and_step=work // (rows * COUNTED),
+        bytecodes_of_a_step_of_8_rows=work // COUNTED,
         replay_share=stats["replayed"] / stats["decode_steps"],
         row_padding_share=stats["row_padding_share"],
         **machine(),
@@ -64,8 +64,8 @@ def loaded(rows: int, context: int, waiting: int = 0) -> Engine:
 
 
 @cache
-def counted(rows: int, context: int, level: str) -> int:
-    """Bytecodes and C calls of `COUNTED` steps."""
-    engine = loaded(rows, context)
+def counted(context: int, level: str) -> int:
+    """Bytecodes and C calls of `COUNTED` steps of eight rows."""
+    engine = loaded(8, context)
     with at_level(level):
         return sum(work_of(engine, COUNTED).values())
