@@ -42,6 +42,7 @@ def build_engine(
     capture_decode: bool = False,
     compact_rows: bool = False,
     gather_rows: bool = False,
+    compile_decode: bool = False,
     width_multiple: int = 128,
     warm_rows: int | None = None,
     warm_width: int | None = None,
@@ -74,10 +75,11 @@ def build_engine(
             capture_decode=capture_decode,
             compact_rows=compact_rows,
             gather_rows=gather_rows,
+            compile_decode=compile_decode,
             width_multiple=width_multiple,
         )
         # After the pool is planned and allocated, before anybody can ask for anything.
-        if capture_decode:
+        if capture_decode or compile_decode:
             report = fast.warm_decode(max_rows=warm_rows, max_width=warm_width)
             print(report.render(), file=sys.stderr)
         return fast
@@ -130,11 +132,12 @@ def switches(args: argparse.Namespace) -> dict[str, bool]:
     captures = args.cuda_graphs
     persistent = captures and not args.gather_rows if args.persistent_batch is None else args.persistent_batch
     return {
-        "bucket_decode": captures,
+        "bucket_decode": captures or args.compile,
         "persist_inputs": captures,
         "capture_decode": captures,
         "compact_rows": persistent,
         "gather_rows": args.gather_rows,
+        "compile_decode": args.compile,
     }
 
 
@@ -144,6 +147,7 @@ def as_option(error: ValueError) -> UsageError:
     if not colon or not field.replace("_", "").isalpha():
         return UsageError(str(error))
     renamed = {"kv_bytes": "kv_cache_memory", "kv_cache_bytes": "kv_cache_memory", "num_blocks": "kv_cache_memory"}
+    renamed |= {"compile_decode": "compile"}
     return UsageError(f"--{renamed.get(field, field).replace('_', '-')}:{rest}")
 
 

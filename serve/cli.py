@@ -119,6 +119,7 @@ def _decode_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="keep the running rows a prefix, so that every step can replay; default: as --cuda-graphs",
     )
+    add("--compile", action="store_true", help="torch.compile the decode pieces, a shape at start-up; default: off")
     add("--gather-rows", action="store_true", help="leave rows in place and copy them to one address each step")
     add("--warm-rows", type=integer(1), metavar="R", help="record no shape with more rows; default: all")
     add("--warm-width", type=integer(1), metavar="W", help="record no shape wider than this; default: all")
