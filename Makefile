@@ -15,17 +15,18 @@ help: ## what each target does
 
 # One environment, two stamps: what serving needs, then what the tests add. Reused until pyproject.toml changes.
 $(VENV)/.runtime: pyproject.toml
-	$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info[:2] <= (3, 13); sys.exit(None if ok else "nanoserve needs Python 3.10 to 3.13, this is " + sys.version)'
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e .
+	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info[:2] <= (3, 13); sys.exit(None if ok else "nanoserve needs Python 3.10 to 3.13, this is " + sys.version)'
+	@echo 'Making the environment in $(VENV), once: some minutes and a few GB, most of it PyTorch.'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check -e .
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(PY) -m pip install --disable-pip-version-check -e '.[dev]'
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.runtime
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(PY) -m pip install --disable-pip-version-check -e '.[docs]'
 	touch $@
 
 venv: $(VENV)/.dev ## make the environment (.venv), once
