@@ -150,7 +150,7 @@ def probe(backend: str, device: torch.device) -> None:
         reason = " ".join(str(broken).split("\n")[:2])
         raise ValueError(
             f"compile_decode: True needs a working torch.compile backend {backend!r} (inductor needs a C++ compiler: "
-            f"install g++ or clang, or set CXX); it says: {reason}"
+            f"install g++ or clang, or set CXX; no space in torch's path); it says: {reason}"
         ) from broken
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 os.environ.setdefault("NANOSERVE_GATES", "full")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,6 +29,19 @@ def full_gates():
     set_level("full")
     yield
     set_level("full")
+
+
+@pytest.fixture(scope="session")
+def inductor() -> None:
+    """Skip where torch.compile cannot build C++: no compiler, or a path that its build commands do not quote."""
+    from fast.compiled import probe
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            probe("inductor", torch.device("cpu"))
+        except ValueError as error:
+            pytest.skip(f"runs where torch.compile works (g++, and no space in the environment's path): {error}"[:300])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

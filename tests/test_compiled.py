@@ -103,6 +103,7 @@ def test_warming_writes_the_sink_and_nothing_else():
 
 @INDUCTOR
 @pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
 @pytest.mark.parametrize("shape", ["gqa", "biases", "qk_norm"])
 def test_inductor_gives_the_tokens_of_the_forward(shape):
     built = engine(shape, **COMPILED | {"compile_backend": "inductor"}, **CAPTURED)
@@ -135,12 +136,15 @@ def test_a_backend_that_cannot_compile_is_refused_at_build_by_name():
 
 @INDUCTOR
 @pytest.mark.slow
-def test_a_machine_without_a_compiler_is_refused_at_build(monkeypatch):
+def test_a_machine_without_a_compiler_is_refused_at_build():
     from torch._inductor import config, cpp_builder
 
     cpp_builder.cpp_compiler_search.cache_clear()
-    monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/g++",))
-    with pytest.raises(ValueError, match=r"compile_decode: True needs .* 'inductor' .*No working C.. compiler found"):
+    # Patched through the config's own door: undoing a plain setattr deletes the entry for the rest of the process.
+    with (
+        config.patch({"cpp.cxx": ("/nowhere/g++",)}),
+        pytest.raises(ValueError, match=r"compile_decode: True needs .* 'inductor' .*No working C.. compiler found"),
+    ):
         engine(**COMPILED | {"compile_backend": "inductor"})
 
 

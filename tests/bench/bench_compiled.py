@@ -32,6 +32,7 @@ def bench_traced_pieces_of_a_tiny_model(benchmark):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.usefixtures("inductor")
 def bench_compiled_tiny_model(benchmark, arm: str):
     run(benchmark, "tiny", arm, ARMS[arm])
 
@@ -39,6 +40,7 @@ def bench_compiled_tiny_model(benchmark, arm: str):
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.usefixtures("inductor")
 def bench_compiled_real_model(benchmark, arm: str):
     run(benchmark, list(SIZES)[1], arm, ARMS[arm])
 
