@@ -17,7 +17,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -173,12 +173,12 @@ def _running(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _bytes_below(folder: Path) -> int:
+    """Bytes of the files below a folder that pip is busy in: whatever is gone by the time it is looked at is 0."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # pip moved it between the listing and the look
-            continue
+    for parent, _, names in os.walk(folder):  # os.walk passes over a folder that vanished, rglob raises
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 

@@ -268,6 +268,29 @@ def test_interrupted_conversion_leaves_nothing(
         model_path(NAME)
 
 
+def test_progress_survives_folders_and_files_that_pip_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part in ("gone", "kept"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "piece").write_bytes(b"12345")
+    (tmp_path / "file").write_bytes(b"123")
+    assert fetch._bytes_below(tmp_path) == 13
+    scandir, stat = os.scandir, os.stat
+
+    def vanishing(path):
+        if str(path).endswith("gone"):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    def vanished(path, **options):
+        if str(path).endswith("file"):
+            raise FileNotFoundError(path)
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    monkeypatch.setattr(os, "stat", vanished)
+    assert fetch._bytes_below(tmp_path) == 5
+
+
 def test_failed_refetch_keeps_the_model_that_was_there(index: Path, store: Path) -> None:
     folder = get_model(NAME)
     (folder / "config.json").write_text("{}")
