@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import os
 import socket
 import sys
 import time
@@ -171,7 +172,9 @@ def serve(args: argparse.Namespace) -> int:
         OSError: the port cannot be had.
         RuntimeError: the engine died; open requests got an error and the server has shut down.
     """
-    with listen(args.host, args.port) as listener:
+    from serve.shutdown import terminate_as_interrupt
+
+    with listen(args.host, args.port) as listener, terminate_as_interrupt():
         loaded, engine = boot(args)
         name, url = args.served_model_name or loaded.name, base_url(listener)
         print(f"serving on {url}/v1 (Ctrl-C stops); try:\n{example(url, name, chat=has_chat(loaded))}", flush=True)
@@ -192,6 +195,7 @@ def _run(
     import uvicorn
 
     from serve.app import build_app
+    from serve.shutdown import DrainingServer
 
     death: list[BaseException] = []
 
@@ -200,14 +204,16 @@ def _run(
         server.should_exit = True
 
     app = build_app(engine, loaded.tokenizer, model_name=name, drain_s=SHUTDOWN_SECONDS, on_death=on_death)
-    config = uvicorn.Config(
-        app,
-        log_level="info" if access_log else "warning",
-        access_log=access_log,
-        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-    )
-    server = uvicorn.Server(config)
-    server.run(sockets=[listener])
+    config = uvicorn.Config(app, log_level="info" if access_log else "warning", access_log=access_log)
+    server = DrainingServer(config, app.state.engine_loop, drain_s=SHUTDOWN_SECONDS)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        if (
+            server.force_exit
+        ):  # told twice: the engine's thread is left where it is, and may not outlive the interpreter
+            print("stopped at once", file=sys.stderr, flush=True)
+            os._exit(130)
     return death
 
 
