@@ -110,9 +110,11 @@ def test_a_second_signal_waits_for_nothing():
         body = {"model": MODEL, "prompt": [1], "max_tokens": 2000, "ignore_eos": True, "stream": True, "n": 16}
         with httpx.stream("POST", f"{url}/completions", json=body, timeout=60) as reply:
             lines = reply.iter_lines()
-            for _ in range(2):
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            for _ in range(400):  # some steps later, or the two signals would be one
                 next(lines)
-                process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
             with pytest.raises(httpx.RemoteProtocolError):
                 list(lines)
         _, err = process.communicate(timeout=60)
