@@ -1,0 +1,170 @@
+"""A linear layer whose every output is one chain of fused multiply-adds, in the order of its inputs.
+
+`y[r, n] = fma(x[r, M-1], w[n, M-1], ... fma(x[r, 0], w[n, 0], 0))`: the order depends on neither the number of rows nor
+the thread count nor the machine, so a row's bits cannot. Speed comes from how many chains run at once: weights are
+packed into panels of 32 outputs, inputs lie in strips of up to 12 rows, and a panel meets a strip in one tile of
+registers. Weights are half precision in storage (halves are exact in float32) or float32. What follows the product is
+done on the registers that hold it: a bias, a residual sum, or SwiGLU over a panel of 16 gates and 16 ups.
+A strip of r rows is [M][r]: all rows' input 0, then input 1, so a tile reads one stream. It knows no model.
+
+Proof: tests/test_kernels.py. Story: kernels.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+from numpy.typing import NDArray
+
+from fast.kernels.vector import (
+    LANES,
+    add,
+    div,
+    exp2,
+    fma_outer,
+    larger,
+    load,
+    mul,
+    prefetch,
+    scatter,
+    splat,
+    store,
+    zeros,
+)
+
+PANEL = 2 * LANES  # outputs a panel holds
+STRIP = 12  # rows
+AHEAD = 32 * PANEL  # weights that are asked for before they are used: 32 steps, 2 KiB of halves
+ROW_CHUNK = 8 * STRIP  # rows that meet all panels before the next rows do: their inputs stay in a core's own cache
+PLAIN, ADD, SWIGLU = 0, 1, 2
+_LOG2_E = np.float32(1.4426950408889634)
+
+Packed = NDArray[np.uint16] | NDArray[np.float32]
+
+
+def pack(weight: NDArray[np.float32], *, half: bool) -> Packed:  # [N, M] -> [ceil(N / 32), M, 32]
+    """Panels of 32 outputs, input by input; missing outputs are zero. `half` rounds to half precision."""
+    outputs, inputs = weight.shape
+    panels = -(-outputs // PANEL)
+    padded = np.zeros((panels * PANEL, inputs), np.float16 if half else np.float32)
+    padded[:outputs] = weight
+    packed = np.ascontiguousarray(padded.reshape(panels, PANEL, inputs).transpose(0, 2, 1))
+    return packed.view(np.uint16) if half else packed
+
+
+def unpack(packed: Packed, outputs: int) -> NDArray[np.float32]:  # [P, M, 32] -> [N, M]
+    """The weight that `pack` was given, after its rounding."""
+    values = packed.view(np.float16) if packed.dtype == np.uint16 else packed
+    return values.transpose(0, 2, 1).reshape(-1, packed.shape[1])[:outputs].astype(np.float32)
+
+
+def interleave(gate: NDArray[np.float32], up: NDArray[np.float32]) -> NDArray[np.float32]:  # [F, M] twice -> [2F', M]
+    """Gate and up rows in alternating groups of 16, so that SwiGLU finds both in one panel; F is rounded up to 16."""
+    outputs, inputs = gate.shape
+    groups = -(-outputs // LANES)
+    both = np.zeros((groups, 2, LANES, inputs), np.float32)
+    for which, rows in enumerate((gate, up)):
+        padded = np.zeros((groups * LANES, inputs), np.float32)
+        padded[:outputs] = rows
+        both[:, which] = padded.reshape(groups, LANES, inputs)
+    return both.reshape(-1, inputs)
+
+
+def to_strips(x: NDArray[np.float32]) -> NDArray[np.float32]:  # [R, M] -> [R * M]
+    """Rows as the kernel reads them."""
+    return np.concatenate([x[at : at + STRIP].T.reshape(-1) for at in range(0, len(x), STRIP)])
+
+
+def from_strips(strips: NDArray[np.float32], rows: int, depth: int) -> NDArray[np.float32]:  # [>= R * M] -> [R, M]
+    """The inverse of `to_strips`."""
+    parts = [strips[at * depth : min(rows, at + STRIP) * depth] for at in range(0, rows, STRIP)]
+    return np.concatenate([part.reshape(depth, -1).T for part in parts])
+
+
+def naive_linear(x: NDArray[np.float32], weight: NDArray[np.float32]) -> NDArray[np.float32]:  # [R, M], [N, M] -> [R, N]
+    """The chain, written down: in float64 a product of two float32 is exact, so each step rounds like an `fma`.
+
+    (A sum that lands within 2**-53 of the middle between two float32 may round twice; no such case is likely.)
+    """
+    y = np.zeros((x.shape[0], weight.shape[0]), np.float32)
+    for m in range(x.shape[1]):
+        y = (x[:, m, None].astype(np.float64) * weight[None, :, m] + y).astype(np.float32)
+    return y
+
+
+@njit(nogil=True, cache=True)
+def strip(row, rows, depth):  # type: ignore[no-untyped-def]
+    """Where input 0 of `row` lies in strips of `rows` rows, and how far apart its inputs are."""
+    first = row // STRIP * STRIP
+    return first * depth + row - first, min(STRIP, rows - first)
+
+
+@njit(nogil=True, cache=True, parallel=True)
+def linear(strips, packed, bias, out, rows, epilogue):  # type: ignore[no-untyped-def]
+    """`out` from `rows` rows of inputs: strips [>= rows * M], packed [P, M, 32], bias [32 P] or empty.
+
+    PLAIN stores to out [R, N], N >= 32 P. ADD adds to what it holds. SWIGLU stores silu(gate) * up of each panel's
+    halves to out [>= rows * 16 P], in strips.
+    """
+    for begin in range(0, rows, ROW_CHUNK):
+        end = min(rows, begin + ROW_CHUNK)
+        for panel in prange(packed.shape[0]):
+            _panel(strips, packed, bias, out, rows, begin, end, panel, epilogue)
+
+
+@njit(nogil=True, cache=True)
+def _panel(strips, packed, bias, out, rows, begin, end, panel, epilogue):  # type: ignore[no-untyped-def]
+    """One panel for rows begin..end-1, in the largest tiles that the registers hold."""
+    row = begin
+    while end - row >= 12:
+        _tile(zeros(24), strips, packed, bias, out, rows, row, panel, epilogue)
+        row += 12
+    if end - row >= 8:
+        _tile(zeros(16), strips, packed, bias, out, rows, row, panel, epilogue)
+        row += 8
+    if end - row >= 4:
+        _tile(zeros(8), strips, packed, bias, out, rows, row, panel, epilogue)
+        row += 4
+    if end - row >= 2:
+        _tile(zeros(4), strips, packed, bias, out, rows, row, panel, epilogue)
+        row += 2
+    if end - row >= 1:
+        _tile(zeros(2), strips, packed, bias, out, rows, row, panel, epilogue)
+
+
+@njit(nogil=True, cache=True)
+def _tile(tile, strips, packed, bias, out, rows, row, panel, epilogue):  # type: ignore[no-untyped-def]
+    """One panel for len(tile) / 2 rows of one strip: no partial sum leaves its register."""
+    depth = packed.shape[1]
+    at, step = strip(row, rows, depth)
+    w = panel * depth * PANEL
+    for _ in range(depth):
+        prefetch(packed, w + AHEAD)
+        tile = fma_outer(tile, strips, at, 1, (load(packed, w), load(packed, w + LANES)))
+        at += step
+        w += PANEL
+    for r in range(len(tile) // 2):
+        low, high = tile[2 * r], tile[2 * r + 1]
+        if bias.size:
+            low, high = add(low, load(bias, panel * PANEL)), add(high, load(bias, panel * PANEL + LANES))
+        if epilogue == SWIGLU:
+            _scatter(out, row + r, rows, panel * LANES, packed.shape[0] * LANES, mul(silu(low), high))
+        else:
+            to = (row + r) * out.shape[1] + panel * PANEL
+            if epilogue == ADD:
+                low, high = add(load(out, to), low), add(load(out, to + LANES), high)
+            store(out, to, low)
+            store(out, to + LANES, high)
+
+
+@njit(nogil=True, cache=True)
+def _scatter(strips, row, rows, index, depth, value):  # type: ignore[no-untyped-def]
+    at, step = strip(row, rows, depth)
+    scatter(strips, at + index * step, step, value)
+
+
+@njit(nogil=True, cache=True)
+def silu(gate):  # type: ignore[no-untyped-def]
+    """gate / (1 + exp(-gate)); below -87 the exponential is held, and the result is smaller than 1e-35."""
+    power = exp2(mul(larger(gate, splat(-87.0)), splat(-_LOG2_E)))
+    return div(gate, add(splat(1.0), power))
