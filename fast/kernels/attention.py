@@ -34,6 +34,7 @@ from fast.kernels.vector import (
     mul,
     put,
     splat,
+    stack,
     store,
     store_tile,
     sub,
@@ -107,25 +108,14 @@ def attention(q, k_pool, v_pool, groups, runs, tasks, strips, tokens, num_tasks)
     queries (one of GROUP_SIZES), K/V head. A token that no task names keeps what its strip held.
     """
     for task in prange(num_tasks):
-        count = tasks[task, 2]
-        if count == 6:
-            _task(zeros(24), q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens)
-        elif count == 4:
-            _task(zeros(16), q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens)
-        elif count == 3:
-            _task(zeros(12), q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens)
-        elif count == 2:
-            _task(zeros(8), q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens)
-        else:
-            _task(zeros(4), q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens)
+        _task(q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _task(tile, q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens):  # type: ignore[no-untyped-def]
-    """len(tile) / 4 queries of one sequence and K/V head, over every key tile that any of them reads."""
-    n = len(tile) // 4
+def _task(q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens):  # type: ignore[no-untyped-def]
+    """n queries of one sequence and K/V head, over every key tile that any of them reads."""
     kv_heads, dim, block_size, width = k_pool.shape[1], k_pool.shape[2], k_pool.shape[3], v_pool.shape[3]
-    sequence, first, head = tasks[task, 0], tasks[task, 1], tasks[task, 3]
+    sequence, first, n, head = tasks[task, 0], tasks[task, 1], tasks[task, 2], tasks[task, 3]
     per_head = q.shape[1] // dim // kv_heads
     queries = np.empty(dim * n, np.float32)  # [D][n]: one key dimension of all queries is one load
     ends = np.empty(n, np.int64)  # keys that each query reads
@@ -135,7 +125,7 @@ def _task(tile, q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens):  
         ends[r] = runs[sequence, 2] + (first + r) // per_head + 1
         for d in range(dim):
             queries[d * n + r] = q[token, column + d]
-    weights, sums = np.empty(n * KEY_TILE, np.float32), np.empty(n * width, np.float32)
+    weights, sums = stack(384), np.empty(n * width, np.float32)  # [n, 64], [n, D']
     output = np.zeros(n * width, np.float32)
     peak, total = np.full(n, _MINUS_INFINITY, np.float32), np.zeros(n, np.float32)
     k_at, v_at = np.empty(4, np.int64), np.empty(4, np.int64)
@@ -147,10 +137,10 @@ def _task(tile, q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens):  
             row = slot // block_size * kv_heads + head
             k_at[c] = row * dim * block_size + slot % block_size
             v_at[c] = (row * block_size + slot % block_size) * width
-        _scores(tile, queries, n, k_pool, k_at, dim, block_size, weights)
+        _scores(queries, n, k_pool, k_at, weights)
         for r in range(n):
             _soften(weights, r, ends[r] - begin, peak, total, output, width)
-        _weighted_values(tile, n, weights, present, v_pool, v_at, width, sums)
+        _weighted_values(n, weights, present, v_pool, v_at, sums)
         for at in range(0, n * width, LANES):
             store(output, at, add(load(output, at), load(sums, at)))
     for r in range(n):
@@ -164,10 +154,25 @@ def _task(tile, q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens):  
 
 
 @njit(nogil=True, cache=True)
-def _scores(tile, queries, n, k_pool, k_at, dim, block_size, weights):  # type: ignore[no-untyped-def]
+def _scores(queries, n, k_pool, k_at, weights):  # type: ignore[no-untyped-def]
     """weights [n, 64] = queries times the tile's keys, each one chain over the dimensions."""
+    if n == 6:
+        _scores_of(zeros(24), queries, k_pool, k_at, weights)
+    elif n == 4:
+        _scores_of(zeros(16), queries, k_pool, k_at, weights)
+    elif n == 3:
+        _scores_of(zeros(12), queries, k_pool, k_at, weights)
+    elif n == 2:
+        _scores_of(zeros(8), queries, k_pool, k_at, weights)
+    else:
+        _scores_of(zeros(4), queries, k_pool, k_at, weights)
+
+
+@njit(nogil=True, cache=True)
+def _scores_of(tile, queries, k_pool, k_at, weights):  # type: ignore[no-untyped-def]
+    n, block_size = len(tile) // 4, k_pool.shape[3]
     a, b, c, e = k_at[0], k_at[1], k_at[2], k_at[3]
-    for d in range(dim):
+    for d in range(k_pool.shape[2]):
         keys = (load(k_pool, a), load(k_pool, b), load(k_pool, c), load(k_pool, e))
         tile = fma_outer(tile, queries, d * n, 1, keys)
         a, b, c, e = a + block_size, b + block_size, c + block_size, e + block_size
@@ -202,22 +207,36 @@ def _soften(weights, r, readable, peak, total, output, width):  # type: ignore[n
 
 
 @njit(nogil=True, cache=True)
-def _weighted_values(tile, n, weights, present, v_pool, v_at, width, sums):  # type: ignore[no-untyped-def]
+def _weighted_values(n, weights, present, v_pool, v_at, sums):  # type: ignore[no-untyped-def]
     """sums [n, D'] = weights times the tile's values, each one chain over the keys."""
-    column = 0
+    column, width = 0, v_pool.shape[3]
     while width - column >= KEY_TILE:
-        part = tile
-        for s in range(present):
-            at = v_at[s // LANES] + s % LANES * width + column
-            values = (load(v_pool, at), load(v_pool, at + 16), load(v_pool, at + 32), load(v_pool, at + 48))
-            part = fma_outer(part, weights, s, KEY_TILE, values)
-        store_tile(sums, column, width, part, 4)
+        if n == 6:
+            _values_of(zeros(24), weights, present, v_pool, v_at, column, sums)
+        elif n == 4:
+            _values_of(zeros(16), weights, present, v_pool, v_at, column, sums)
+        elif n == 3:
+            _values_of(zeros(12), weights, present, v_pool, v_at, column, sums)
+        elif n == 2:
+            _values_of(zeros(8), weights, present, v_pool, v_at, column, sums)
+        else:
+            _values_of(zeros(4), weights, present, v_pool, v_at, column, sums)
         column += KEY_TILE
-    while column < width:
+    # A head size that is not a multiple of 64: what is left, a vector at a time.
+    for at in range(column, width, LANES):
         for r in range(n):
             one = splat(np.float32(0.0))
             for s in range(present):
-                at = v_at[s // LANES] + s % LANES * width + column
-                one = fma(splat(weights[r * KEY_TILE + s]), load(v_pool, at), one)
-            store(sums, r * width + column, one)
-        column += LANES
+                value = load(v_pool, v_at[s // LANES] + s % LANES * width + at)
+                one = fma(splat(weights[r * KEY_TILE + s]), value, one)
+            store(sums, r * width + at, one)
+
+
+@njit(nogil=True, cache=True)
+def _values_of(tile, weights, present, v_pool, v_at, column, sums):  # type: ignore[no-untyped-def]
+    width = v_pool.shape[3]
+    for s in range(present):
+        at = v_at[s // LANES] + s % LANES * width + column
+        values = (load(v_pool, at), load(v_pool, at + 16), load(v_pool, at + 32), load(v_pool, at + 48))
+        tile = fma_outer(tile, weights, s, KEY_TILE, values)
+    store_tile(sums, column, width, tile, 4)

@@ -28,7 +28,9 @@ from fast.kernels.vector import (
     prefetch,
     scatter,
     splat,
+    stack,
     store,
+    store_tile,
     zeros,
 )
 
@@ -114,53 +116,60 @@ def linear(strips, packed, bias, out, rows, epilogue):  # type: ignore[no-untype
 
 @njit(nogil=True, cache=True)
 def _panel(strips, packed, bias, out, rows, begin, end, panel, epilogue):  # type: ignore[no-untyped-def]
-    """One panel for rows begin..end-1, in the largest tiles that the registers hold."""
+    """One panel for rows begin..end-1, in the largest tiles that there is a compiled loop for."""
+    sums = stack(384)  # [12, 32]
     row = begin
-    while end - row >= 12:
-        _tile(zeros(24), strips, packed, bias, out, rows, row, panel, epilogue)
-        row += 12
-    if end - row >= 8:
-        _tile(zeros(16), strips, packed, bias, out, rows, row, panel, epilogue)
-        row += 8
-    if end - row >= 4:
-        _tile(zeros(8), strips, packed, bias, out, rows, row, panel, epilogue)
-        row += 4
-    if end - row >= 2:
-        _tile(zeros(4), strips, packed, bias, out, rows, row, panel, epilogue)
-        row += 2
-    if end - row >= 1:
-        _tile(zeros(2), strips, packed, bias, out, rows, row, panel, epilogue)
+    while row < end:
+        at, step = strip(row, rows, packed.shape[1])
+        left = end - row
+        if left >= 12:
+            tile_rows = 12
+            _product(zeros(24), strips, at, step, packed, panel, sums)
+        elif left >= 8:
+            tile_rows = 8
+            _product(zeros(16), strips, at, step, packed, panel, sums)
+        elif left >= 4:
+            tile_rows = 4
+            _product(zeros(8), strips, at, step, packed, panel, sums)
+        elif left >= 2:
+            tile_rows = 2
+            _product(zeros(4), strips, at, step, packed, panel, sums)
+        else:
+            tile_rows = 1
+            _product(zeros(2), strips, at, step, packed, panel, sums)
+        _finish(sums, bias, out, rows, row, tile_rows, panel, packed.shape[0], epilogue)
+        row += tile_rows
 
 
 @njit(nogil=True, cache=True)
-def _tile(tile, strips, packed, bias, out, rows, row, panel, epilogue):  # type: ignore[no-untyped-def]
-    """One panel for len(tile) / 2 rows of one strip: no partial sum leaves its register."""
+def _product(tile, strips, at, step, packed, panel, sums):  # type: ignore[no-untyped-def]
+    """sums [len(tile) / 2, 32]: no partial sum leaves its register before the last input is in."""
     depth = packed.shape[1]
-    at, step = strip(row, rows, depth)
     w = panel * depth * PANEL
     for _ in range(depth):
         prefetch(packed, w + AHEAD)
         tile = fma_outer(tile, strips, at, 1, (load(packed, w), load(packed, w + LANES)))
         at += step
         w += PANEL
-    for r in range(len(tile) // 2):
-        low, high = tile[2 * r], tile[2 * r + 1]
+    store_tile(sums, 0, PANEL, tile, 2)
+
+
+@njit(nogil=True, cache=True)
+def _finish(sums, bias, out, rows, row, count, panel, panels, epilogue):  # type: ignore[no-untyped-def]
+    """What follows the product of one panel for rows row..row+count-1, and the store."""
+    for r in range(count):
+        low, high = load(sums, r * PANEL), load(sums, r * PANEL + LANES)
         if bias.size:
             low, high = add(low, load(bias, panel * PANEL)), add(high, load(bias, panel * PANEL + LANES))
         if epilogue == SWIGLU:
-            _scatter(out, row + r, rows, panel * LANES, packed.shape[0] * LANES, mul(silu(low), high))
+            at, step = strip(row + r, rows, panels * LANES)
+            scatter(out, at + panel * LANES * step, step, mul(silu(low), high))
         else:
             to = (row + r) * out.shape[1] + panel * PANEL
             if epilogue == ADD:
                 low, high = add(load(out, to), low), add(load(out, to + LANES), high)
             store(out, to, low)
             store(out, to + LANES, high)
-
-
-@njit(nogil=True, cache=True)
-def _scatter(strips, row, rows, index, depth, value):  # type: ignore[no-untyped-def]
-    at, step = strip(row, rows, depth)
-    scatter(strips, at + index * step, step, value)
 
 
 @njit(nogil=True, cache=True)

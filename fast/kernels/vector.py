@@ -17,6 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.datamodel import models
+from numba.np.arrayobj import populate_array
 from numba.extending import intrinsic, register_model
 
 LANES = 16
@@ -283,6 +284,30 @@ def exp2(typingctx, value):
     return vector(vector), codegen
 
 
+@intrinsic(prefer_literal=True)
+def stack(typingctx, size):
+    """Room for `size` float32 (a literal) on the stack of the calling function, as an array; its contents are noise."""
+    if not isinstance(size, types.IntegerLiteral):
+        return None
+    count = size.literal_value
+
+    def codegen(context, builder, sig, args):
+        room = cgutils.alloca_once(builder, ir.ArrayType(_F32, count))
+        room.align = 64
+        array = context.make_array(sig.return_type)(context, builder)
+        populate_array(
+            array,
+            data=builder.bitcast(room, _F32.as_pointer()),
+            shape=[context.get_constant(types.intp, count)],
+            strides=[context.get_constant(types.intp, 4)],
+            itemsize=context.get_constant(types.intp, 4),
+            meminfo=None,
+        )
+        return array._getvalue()
+
+    return types.Array(types.float32, 1, "C")(size), codegen
+
+
 # ---- tiles: tuples of vectors that stay in registers -----------------------------------------------------------------
 
 
@@ -309,13 +334,14 @@ def fma_outer(typingctx, tile, array, index, stride, columns):
         tile, array, index, stride, columns = args
         width = sig.args[4].count
         loaded = [builder.extract_value(columns, c) for c in range(width)]
+        before = [builder.extract_value(tile, n) for n in range(sig.args[0].count)]
         for r in range(sig.args[0].count // width):
             at = builder.add(index, builder.mul(stride, ir.Constant(stride.type, r)))
             one = builder.load(_address(context, builder, sig.args[1], array, at, _F32))
             spread = _splat(builder, one)
             for c in range(width):
                 n = r * width + c
-                tile = builder.insert_value(tile, _fma(builder, spread, loaded[c], builder.extract_value(tile, n)), n)
+                tile = builder.insert_value(tile, _fma(builder, spread, loaded[c], before[n]), n)
         return tile
 
     return tile(tile, array, types.intp, types.intp, columns), codegen
