@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit, prange
+from numpy.typing import NDArray
 
 from fast.kernels.linear import strip
 from fast.kernels.norm import inverse_rms
@@ -41,9 +42,29 @@ from fast.kernels.vector import (
     zeros,
 )
 
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
 KEY_TILE = 4 * LANES
 GROUP_SIZES = (6, 4, 3, 2, 1)  # queries that share a tile: what there is a compiled loop for
 _MINUS_INFINITY = np.float32(-np.inf)
+
+
+def naive_rotate(x: Floats, positions: Ints, cos: Floats, sin: Floats) -> Floats:  # [T, H, D], [T] -> [T, H, D]
+    """Turn each pair (i, i + D/2) by its angle: the same products and differences, in float32."""
+    first, second = np.split(x, 2, axis=-1)
+    c, s = cos[positions][:, None, :], sin[positions][:, None, :]
+    return np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+
+
+def naive_attention(q: Floats, k: Floats, v: Floats, scale: float) -> NDArray[np.float64]:  # [T, H, D], [S, K, D]
+    """The last T of S tokens, each against every token up to itself, by the definition and in float64: [T, H, D]."""
+    group, late = q.shape[1] // k.shape[1], k.shape[0] - q.shape[0]
+    k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
+    scores = np.einsum("thd,shd->hts", q.astype(np.float64), k) * scale
+    future = np.arange(k.shape[0])[None, :] > np.arange(q.shape[0])[:, None] + late
+    weights = np.exp(np.where(future, -np.inf, scores - scores.max(-1, keepdims=True)))
+    return np.einsum("hts,shd->thd", weights / weights.sum(-1, keepdims=True), v)
 
 
 @njit(nogil=True, cache=True, parallel=True)

@@ -174,6 +174,9 @@ def _finish(sums, bias, out, rows, row, count, panel, panels, epilogue):  # type
 
 @njit(nogil=True, cache=True)
 def silu(gate):  # type: ignore[no-untyped-def]
-    """gate / (1 + exp(-gate)); below -87 the exponential is held, and the result is smaller than 1e-35."""
+    """gate / (1 + exp(-gate)), relative error below 4e-7 + 1.2e-7 * max(-gate, 0).
+
+    Below -87 the exponential is held at exp(87), and the result is smaller than 1e-35.
+    """
     power = exp2(mul(larger(gate, splat(-87.0)), splat(-_LOG2_E)))
     return div(gate, add(splat(1.0), power))
