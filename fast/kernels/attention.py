@@ -33,6 +33,7 @@ from fast.kernels.vector import (
     larger,
     load,
     mul,
+    prefetch,
     put,
     splat,
     stack,
@@ -135,7 +136,7 @@ def attention(q, k_pool, v_pool, groups, runs, tasks, strips, tokens, num_tasks)
 @njit(nogil=True, cache=True, error_model="numpy")
 def _task(q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens):  # type: ignore[no-untyped-def]
     """n queries of one sequence and K/V head, over every key tile that any of them reads."""
-    kv_heads, dim, block_size, width = k_pool.shape[1], k_pool.shape[2], k_pool.shape[3], v_pool.shape[3]
+    kv_heads, dim, width = k_pool.shape[1], k_pool.shape[2], v_pool.shape[3]
     sequence, first, n, head = tasks[task, 0], tasks[task, 1], tasks[task, 2], tasks[task, 3]
     per_head = q.shape[1] // dim // kv_heads
     queries = np.empty(dim * n, np.float32)  # [D][n]: one key dimension of all queries is one load
@@ -150,18 +151,17 @@ def _task(q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens):  # type
     output = np.zeros(n * width, np.float32)
     peak, total = np.full(n, _MINUS_INFINITY, np.float32), np.zeros(n, np.float32)
     k_at, v_at = np.empty(4, np.int64), np.empty(4, np.int64)
+    k_next, v_next = np.empty(4, np.int64), np.empty(4, np.int64)
+    _find_tile(groups, sequence, head, 0, ends[n - 1], k_pool, v_pool, k_next, v_next)
     for begin in range(0, ends[n - 1], KEY_TILE):
         present = min(KEY_TILE, ends[n - 1] - begin)
-        for c in range(4):
-            # A group past the last key takes the first one's address: its scores are masked below.
-            slot = groups[sequence, begin // LANES + (c if c * LANES < present else 0)]
-            row = slot // block_size * kv_heads + head
-            k_at[c] = row * dim * block_size + slot % block_size
-            v_at[c] = (row * block_size + slot % block_size) * width
-        _scores(queries, n, k_pool, k_at, weights)
+        k_at[:], v_at[:] = k_next, v_next
+        if begin + KEY_TILE < ends[n - 1]:
+            _find_tile(groups, sequence, head, begin + KEY_TILE, ends[n - 1], k_pool, v_pool, k_next, v_next)
+        _scores(queries, n, k_pool, k_at, v_pool, v_at, weights)
         for r in range(n):
             _soften(weights, r, ends[r] - begin, peak, total, output, width)
-        _weighted_values(n, weights, present, v_pool, v_at, sums)
+        _weighted_values(n, weights, present, v_pool, v_at, k_pool, k_next, sums)
         for at in range(0, n * width, LANES):
             store(output, at, add(load(output, at), load(sums, at)))
     for r in range(n):
@@ -175,26 +175,43 @@ def _task(q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens):  # type
 
 
 @njit(nogil=True, cache=True)
-def _scores(queries, n, k_pool, k_at, weights):  # type: ignore[no-untyped-def]
-    """weights [n, 64] = queries times the tile's keys, each one chain over the dimensions."""
-    if n == 6:
-        _scores_of(zeros(24), queries, k_pool, k_at, weights)
-    elif n == 4:
-        _scores_of(zeros(16), queries, k_pool, k_at, weights)
-    elif n == 3:
-        _scores_of(zeros(12), queries, k_pool, k_at, weights)
-    elif n == 2:
-        _scores_of(zeros(8), queries, k_pool, k_at, weights)
-    else:
-        _scores_of(zeros(4), queries, k_pool, k_at, weights)
+def _find_tile(groups, sequence, head, begin, end, k_pool, v_pool, k_at, v_at):  # type: ignore[no-untyped-def]
+    """Where the four groups of 16 keys from `begin` on start in the pool. Up to 8 KV streams are then known."""
+    kv_heads, dim, block_size, width = k_pool.shape[1], k_pool.shape[2], k_pool.shape[3], v_pool.shape[3]
+    for c in range(4):
+        # A group past the last key takes the first one's address: its scores are masked.
+        slot = groups[sequence, begin // LANES + (c if begin + c * LANES < end else 0)]
+        row, offset = slot // block_size * kv_heads + head, slot % block_size
+        k_at[c] = row * dim * block_size + offset
+        v_at[c] = (row * block_size + offset) * width
 
 
 @njit(nogil=True, cache=True)
-def _scores_of(tile, queries, k_pool, k_at, weights):  # type: ignore[no-untyped-def]
+def _scores(queries, n, k_pool, k_at, v_pool, v_at, weights):  # type: ignore[no-untyped-def]
+    """weights [n, 64] = queries times the tile's keys, each one chain over the dimensions."""
+    if n == 6:
+        _scores_of(zeros(24), queries, k_pool, k_at, v_pool, v_at, weights)
+    elif n == 4:
+        _scores_of(zeros(16), queries, k_pool, k_at, v_pool, v_at, weights)
+    elif n == 3:
+        _scores_of(zeros(12), queries, k_pool, k_at, v_pool, v_at, weights)
+    elif n == 2:
+        _scores_of(zeros(8), queries, k_pool, k_at, v_pool, v_at, weights)
+    else:
+        _scores_of(zeros(4), queries, k_pool, k_at, v_pool, v_at, weights)
+
+
+@njit(nogil=True, cache=True)
+def _scores_of(tile, queries, k_pool, k_at, v_pool, v_at, weights):  # type: ignore[no-untyped-def]
     n, block_size = len(tile) // 4, k_pool.shape[3]
     a, b, c, e = k_at[0], k_at[1], k_at[2], k_at[3]
     for d in range(k_pool.shape[2]):
         keys = (load(k_pool, a), load(k_pool, b), load(k_pool, c), load(k_pool, e))
+        # The values are wanted next, and lie in other pages than the keys: nothing else would have asked for them.
+        prefetch(v_pool, v_at[0] + d * LANES)
+        prefetch(v_pool, v_at[1] + d * LANES)
+        prefetch(v_pool, v_at[2] + d * LANES)
+        prefetch(v_pool, v_at[3] + d * LANES)
         tile = fma_outer(tile, queries, d * n, 1, keys)
         a, b, c, e = a + block_size, b + block_size, c + block_size, e + block_size
     store_tile(weights, 0, KEY_TILE, tile, 4)
@@ -228,20 +245,20 @@ def _soften(weights, r, readable, peak, total, output, width):  # type: ignore[n
 
 
 @njit(nogil=True, cache=True)
-def _weighted_values(n, weights, present, v_pool, v_at, sums):  # type: ignore[no-untyped-def]
+def _weighted_values(n, weights, present, v_pool, v_at, k_pool, k_next, sums):  # type: ignore[no-untyped-def]
     """sums [n, D'] = weights times the tile's values, each one chain over the keys."""
     column, width = 0, v_pool.shape[3]
     while width - column >= KEY_TILE:
         if n == 6:
-            _values_of(zeros(24), weights, present, v_pool, v_at, column, sums)
+            _values_of(zeros(24), weights, present, v_pool, v_at, k_pool, k_next, column, sums)
         elif n == 4:
-            _values_of(zeros(16), weights, present, v_pool, v_at, column, sums)
+            _values_of(zeros(16), weights, present, v_pool, v_at, k_pool, k_next, column, sums)
         elif n == 3:
-            _values_of(zeros(12), weights, present, v_pool, v_at, column, sums)
+            _values_of(zeros(12), weights, present, v_pool, v_at, k_pool, k_next, column, sums)
         elif n == 2:
-            _values_of(zeros(8), weights, present, v_pool, v_at, column, sums)
+            _values_of(zeros(8), weights, present, v_pool, v_at, k_pool, k_next, column, sums)
         else:
-            _values_of(zeros(4), weights, present, v_pool, v_at, column, sums)
+            _values_of(zeros(4), weights, present, v_pool, v_at, k_pool, k_next, column, sums)
         column += KEY_TILE
     # A head size that is not a multiple of 64: what is left, a vector at a time.
     for at in range(column, width, LANES):
@@ -254,10 +271,15 @@ def _weighted_values(n, weights, present, v_pool, v_at, sums):  # type: ignore[n
 
 
 @njit(nogil=True, cache=True)
-def _values_of(tile, weights, present, v_pool, v_at, column, sums):  # type: ignore[no-untyped-def]
-    width = v_pool.shape[3]
+def _values_of(tile, weights, present, v_pool, v_at, k_pool, k_next, column, sums):  # type: ignore[no-untyped-def]
+    width, block_size = v_pool.shape[3], k_pool.shape[3]
     for s in range(present):
         at = v_at[s // LANES] + s % LANES * width + column
         values = (load(v_pool, at), load(v_pool, at + 16), load(v_pool, at + 32), load(v_pool, at + 48))
+        # And the next tile's keys come after the values.
+        prefetch(k_pool, k_next[0] + s * block_size)
+        prefetch(k_pool, k_next[1] + s * block_size)
+        prefetch(k_pool, k_next[2] + s * block_size)
+        prefetch(k_pool, k_next[3] + s * block_size)
         tile = fma_outer(tile, weights, s, KEY_TILE, values)
     store_tile(sums, column, width, tile, 4)
