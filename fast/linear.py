@@ -126,9 +126,7 @@ class PackedLinears:
             wanted = made(x)
             for rows in sorted({1, 2, *self.table.sizes}):
                 got = self._padded(made, x[:rows])
-                check_rows_invariant(
-                    wanted=wanted[:rows], got=got, rows=rows, computed_rows=self.table.padded(rows)
-                )
+                check_rows_invariant(wanted=wanted[:rows], got=got, rows=rows, computed_rows=self.table.padded(rows))
         return self.table
 
     def stable_row_sizes(self, max_rows: int) -> tuple[int, ...]:

@@ -366,3 +366,45 @@ def test_any_schedule_gives_each_token_the_bits_it_has_alone(data: st.DataObject
             got = run.prefill([(s, data.draw(st.sampled_from([1, 2, 13, 40, 73]), label="chunk")) for s in chosen])
         for row, s in zip(got, chosen, strict=True):
             assert torch.equal(row, truth(shape, count, seeds[s], half)[run.done[s] - 1])
+
+
+# ---- the real model -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_real_model_keeps_its_bits_under_every_schedule():
+    """One prefill of 480 tokens against chunks of 7, of 33, mixed with decode rows, any batch, any threads."""
+    from serve.models import damage, load_model, model_folder
+
+    if damage(model_folder("smollm2-135m-instruct")):
+        pytest.skip("the default model is not installed: python -m serve model get smollm2-135m-instruct")
+    loaded = load_model("smollm2-135m-instruct")
+    count, vocab = 480, loaded.config.vocab_size
+    ids = [tuple(np.random.default_rng(s).integers(0, vocab, count + 8).tolist()) for s in range(9)]
+    by_threads = []
+    for threads in THREADS:
+        model = KernelForward(loaded.config, loaded.weights, max_positions=512, max_batch_size=9, threads=threads)
+
+        def run(model: KernelForward = model, sequences: int = 1) -> Schedule:
+            return Schedule(model, ids[:sequences], block_size=16, half=False, seed=sequences)
+
+        one = run().prefill([(0, count)])[0]
+        for size in (7, 33):
+            chunked = run()
+            while chunked.done[0] < count:
+                got = chunked.prefill([(0, min(size, count - chunked.done[0]))])[0]
+            assert torch.equal(got, one), (threads, size)
+        by_token = run()
+        by_token.prefill([(0, 400)])
+        for _ in range(80):
+            got = by_token.decode([0])[0]
+        assert torch.equal(got, one)
+        batch = run(sequences=9)
+        batch.prefill([(s, count - 9 + s) for s in reversed(range(9))])
+        batch.decode([8, 3, 0, 5], pad_rows=2)
+        while batch.done[0] < count - 1:
+            batch.decode([6, 0, 7])
+        assert torch.equal(batch.decode([1, 0, 2, 4], pad_rows=1)[1], one)
+        by_threads.append(one)
+    assert all(torch.equal(one, by_threads[0]) for one in by_threads)

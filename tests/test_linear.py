@@ -107,7 +107,9 @@ def test_the_control_shows_rows_that_their_company_changes():
         pytest.skip("F.linear gives each row its own bits on this machine; one with MKL shows the difference")
     assert linears.table.padded(linears.table.deviants[0]) != linears.table.deviants[0] or not linears.invariant
     x = torch.randn(40, SIZES[0][0])
-    counts = [n for n in range(1, 41) if not torch.equal(BACKENDS["plain"](matrix(*SIZES[0]), None)(x[:n]), layers[0](x)[:n])]
+    counts = [
+        n for n in range(1, 41) if not torch.equal(BACKENDS["plain"](matrix(*SIZES[0]), None)(x[:n]), layers[0](x)[:n])
+    ]
     assert counts
 
 

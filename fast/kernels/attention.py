@@ -5,13 +5,16 @@ output (online softmax). What a query computes depends on p and on those keys al
 share a tile, on block size, on threads, or on whether its token came by prefill or by decode. Up to six queries
 share a tile's loads: a token's heads of one K/V head, and neighbouring tokens of a chunk.
 
-Layout of a layer's pool: K [B, K, D, S] and V [B, K, S, D'], D' = D rounded up to 16. Keys of a block lie side by side, so
-scores come 16 at a time; S is a multiple of 16. Both are float32, or half precision as uint16.
+Layout of a layer's pool: K [B, K, D, S] and V [B, K, S, D'], D' = D rounded up to 16. Keys of a block lie side by side,
+so scores come 16 at a time; S is a multiple of 16. Both are float32, or half precision as uint16.
 
 Sources: Su et al. 2021 (RoPE); Milakov and Gimelshein 2018 (online softmax); Kwon et al. 2023 (paged attention).
 
 Proof: tests/test_kernels.py. Story: attention.
 """
+
+# numba compiles its functions by the arguments they are called with; their shapes are in the docstrings.
+# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False
 
 from __future__ import annotations
 
@@ -61,15 +64,15 @@ def naive_rotate(x: Floats, positions: Ints, cos: Floats, sin: Floats) -> Floats
 def naive_attention(q: Floats, k: Floats, v: Floats, scale: float) -> NDArray[np.float64]:  # [T, H, D], [S, K, D]
     """The last T of S tokens, each against every token up to itself, by the definition and in float64: [T, H, D]."""
     group, late = q.shape[1] // k.shape[1], k.shape[0] - q.shape[0]
-    k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
-    scores = np.einsum("thd,shd->hts", q.astype(np.float64), k) * scale
+    keys, values = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
+    scores = np.einsum("thd,shd->hts", q.astype(np.float64), keys) * scale
     future = np.arange(k.shape[0])[None, :] > np.arange(q.shape[0])[:, None] + late
     weights = np.exp(np.where(future, -np.inf, scores - scores.max(-1, keepdims=True)))
-    return np.einsum("hts,shd->thd", weights / weights.sum(-1, keepdims=True), v)
+    return np.einsum("hts,shd->thd", weights / weights.sum(-1, keepdims=True), values)
 
 
 @njit(nogil=True, cache=True, parallel=True)
-def rotate_and_write(qkv, positions, slots, cos, sin, scale, q_norm, k_norm, epsilon, k_pool, v_pool, q, tokens):  # type: ignore[no-untyped-def]
+def rotate_and_write(qkv, positions, slots, cos, sin, scale, q_norm, k_norm, epsilon, k_pool, v_pool, q, tokens):
     """Rotate q and k of each token; q goes to q [T, H * D] times `scale`, k and v to the token's slot in the pool.
 
     qkv [T, >= (H + 2K) * D], positions and slots [T], cos and sin [P, D/2], q_norm and k_norm [D'] or empty.
@@ -83,7 +86,7 @@ def rotate_and_write(qkv, positions, slots, cos, sin, scale, q_norm, k_norm, eps
 
 
 @njit(nogil=True, cache=True)
-def _rotate_token(qkv, positions, slots, cos, sin, scale, q_norm, k_norm, epsilon, k_pool, v_pool, q, token):  # type: ignore[no-untyped-def]
+def _rotate_token(qkv, positions, slots, cos, sin, scale, q_norm, k_norm, epsilon, k_pool, v_pool, q, token):
     kv_heads, dim, block_size = k_pool.shape[1], k_pool.shape[2], k_pool.shape[3]
     heads = q.shape[1] // dim
     row, angle = qkv[token], positions[token]
@@ -104,7 +107,7 @@ def _rotate_token(qkv, positions, slots, cos, sin, scale, q_norm, k_norm, epsilo
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _rotate(row, begin, cos, sin, angle, weight, epsilon, turned):  # type: ignore[no-untyped-def]
+def _rotate(row, begin, cos, sin, angle, weight, epsilon, turned):
     """turned[D] = RoPE of row[begin : begin + D], normalised first when there is a weight."""
     dim, half = turned.size, turned.size // 2
     for d in range(dim):
@@ -122,7 +125,7 @@ def _rotate(row, begin, cos, sin, angle, weight, epsilon, turned):  # type: igno
 
 
 @njit(nogil=True, cache=True, parallel=True)
-def attention(q, k_pool, v_pool, groups, runs, tasks, strips, tokens, num_tasks):  # type: ignore[no-untyped-def]
+def attention(q, k_pool, v_pool, groups, runs, tasks, strips, tokens, num_tasks):
     """strips [>= T * H * D] = attention of every query of q [T, H * D], from a list of tasks.
 
     groups [C, W / 16]: slot of keys 0, 16, 32, ... of sequence c. runs [C, 3]: first token in q, number of tokens,
@@ -134,7 +137,7 @@ def attention(q, k_pool, v_pool, groups, runs, tasks, strips, tokens, num_tasks)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _task(q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens):  # type: ignore[no-untyped-def]
+def _task(q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens):
     """n queries of one sequence and K/V head, over every key tile that any of them reads."""
     kv_heads, dim, width = k_pool.shape[1], k_pool.shape[2], v_pool.shape[3]
     sequence, first, n, head = tasks[task, 0], tasks[task, 1], tasks[task, 2], tasks[task, 3]
@@ -175,7 +178,7 @@ def _task(q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens):  # type
 
 
 @njit(nogil=True, cache=True)
-def _find_tile(groups, sequence, head, begin, end, k_pool, v_pool, k_at, v_at):  # type: ignore[no-untyped-def]
+def _find_tile(groups, sequence, head, begin, end, k_pool, v_pool, k_at, v_at):
     """Where the four groups of 16 keys from `begin` on start in the pool. Up to 8 KV streams are then known."""
     kv_heads, dim, block_size, width = k_pool.shape[1], k_pool.shape[2], k_pool.shape[3], v_pool.shape[3]
     for c in range(4):
@@ -187,7 +190,7 @@ def _find_tile(groups, sequence, head, begin, end, k_pool, v_pool, k_at, v_at): 
 
 
 @njit(nogil=True, cache=True)
-def _scores(queries, n, k_pool, k_at, v_pool, v_at, weights):  # type: ignore[no-untyped-def]
+def _scores(queries, n, k_pool, k_at, v_pool, v_at, weights):
     """weights [n, 64] = queries times the tile's keys, each one chain over the dimensions."""
     if n == 6:
         _scores_of(zeros(24), queries, k_pool, k_at, v_pool, v_at, weights)
@@ -202,7 +205,7 @@ def _scores(queries, n, k_pool, k_at, v_pool, v_at, weights):  # type: ignore[no
 
 
 @njit(nogil=True, cache=True)
-def _scores_of(tile, queries, k_pool, k_at, v_pool, v_at, weights):  # type: ignore[no-untyped-def]
+def _scores_of(tile, queries, k_pool, k_at, v_pool, v_at, weights):
     n, block_size = len(tile) // 4, k_pool.shape[3]
     a, b, c, e = k_at[0], k_at[1], k_at[2], k_at[3]
     for d in range(k_pool.shape[2]):
@@ -218,17 +221,15 @@ def _scores_of(tile, queries, k_pool, k_at, v_pool, v_at, weights):  # type: ign
 
 
 @njit(nogil=True, cache=True)
-def _soften(weights, r, readable, peak, total, output, width):  # type: ignore[no-untyped-def]
+def _soften(weights, r, readable, peak, total, output, width):
     """Scores of one query to weights 2**(score - peak); its sum and output so far are scaled to the new peak."""
     at = r * KEY_TILE
     s0, s1, s2, s3 = load(weights, at), load(weights, at + 16), load(weights, at + 32), load(weights, at + 48)
     if readable < KEY_TILE:
         s0, s1 = first_lanes(s0, readable, _MINUS_INFINITY), first_lanes(s1, readable - 16, _MINUS_INFINITY)
         s2, s3 = first_lanes(s2, readable - 32, _MINUS_INFINITY), first_lanes(s3, readable - 48, _MINUS_INFINITY)
-    if readable > 0:
-        best = max(peak[r], lane_max(larger(larger(s0, s1), larger(s2, s3))))
-    else:
-        best = peak[r]
+    tile_peak = lane_max(larger(larger(s0, s1), larger(s2, s3)))
+    best = max(peak[r], tile_peak) if readable > 0 else peak[r]
     top = splat(best)
     w0, w1, w2, w3 = exp2(sub(s0, top)), exp2(sub(s1, top)), exp2(sub(s2, top)), exp2(sub(s3, top))
     store(weights, at, w0)
@@ -245,7 +246,7 @@ def _soften(weights, r, readable, peak, total, output, width):  # type: ignore[n
 
 
 @njit(nogil=True, cache=True)
-def _weighted_values(n, weights, present, v_pool, v_at, k_pool, k_next, sums):  # type: ignore[no-untyped-def]
+def _weighted_values(n, weights, present, v_pool, v_at, k_pool, k_next, sums):
     """sums [n, D'] = weights times the tile's values, each one chain over the keys."""
     column, width = 0, v_pool.shape[3]
     while width - column >= KEY_TILE:
@@ -271,7 +272,7 @@ def _weighted_values(n, weights, present, v_pool, v_at, k_pool, k_next, sums):  
 
 
 @njit(nogil=True, cache=True)
-def _values_of(tile, weights, present, v_pool, v_at, k_pool, k_next, column, sums):  # type: ignore[no-untyped-def]
+def _values_of(tile, weights, present, v_pool, v_at, k_pool, k_next, column, sums):
     width, block_size = v_pool.shape[3], k_pool.shape[3]
     for s in range(present):
         at = v_at[s // LANES] + s % LANES * width + column

@@ -8,6 +8,9 @@ and positions, and neither rows nor requests.
 Gates: gates.linear. Proof: tests/test_kernels.py. Story: kernels.
 """
 
+# numba compiles its functions by the arguments they are called with; their shapes are in the docstrings.
+# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -89,8 +92,9 @@ class KernelForward:
         threads: int,
         half: bool = True,
     ) -> None:
-        if not 1 <= threads <= numba.config.NUMBA_NUM_THREADS:
-            raise ValueError(f"threads: {threads} is not in 1..{numba.config.NUMBA_NUM_THREADS}")
+        most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+        if not 1 <= threads <= most:
+            raise ValueError(f"threads: {threads} is not in 1..{most}")
         self.config = config
         self.threads = threads
         self.dtype, self.device = torch.float32, torch.device("cpu")
@@ -193,7 +197,7 @@ def plan_tasks(runs: Ints, *, heads: int, kv_heads: int, threads: int) -> Ints: 
 
 
 @njit(nogil=True, cache=True)
-def _layers(  # type: ignore[no-untyped-def]
+def _layers(
     hidden, qkv_out, q, strips, wide, tokens,
     input_norm, qkv, qkv_bias, output, output_bias,
     post_norm, gate_up, gate_up_bias, down, down_bias, q_norm, k_norm,
@@ -245,7 +249,9 @@ def _pack_layers(config: ModelConfig, layers: Sequence[LayerWeights], half: bool
 
     def biases(names: tuple[str, ...]) -> Floats:  # [L, 32 P or 0]
         rows = [[getattr(layer, name) for name in names] for layer in layers]
-        fused = [np.concatenate([_floats(b) for b in row if b is not None] or [np.zeros(0, np.float32)]) for row in rows]
+        fused = [
+            np.concatenate([_floats(b) for b in row if b is not None] or [np.zeros(0, np.float32)]) for row in rows
+        ]
         return np.stack([_padded(row, _round_up(row.size, PANEL)) for row in fused])
 
     def gate_up_bias(layer: LayerWeights) -> Floats:  # [32 P or 0]
@@ -275,7 +281,8 @@ def _pack_layers(config: ModelConfig, layers: Sequence[LayerWeights], half: bool
 
 
 def _stack(packed: list[Packed]) -> Packed:
-    return np.stack(packed)
+    stacked: Packed = np.stack(packed)  # type: ignore[assignment]
+    return stacked
 
 
 def _floats(tensor: Tensor) -> Floats:

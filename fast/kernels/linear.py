@@ -10,6 +10,9 @@ A strip of r rows is [M][r]: all rows' input 0, then input 1, so a tile reads on
 Proof: tests/test_kernels.py. Story: kernels.
 """
 
+# numba compiles its functions by the arguments they are called with; their shapes are in the docstrings.
+# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False
+
 from __future__ import annotations
 
 import numpy as np
@@ -83,7 +86,9 @@ def from_strips(strips: NDArray[np.float32], rows: int, depth: int) -> NDArray[n
     return np.concatenate([part.reshape(depth, -1).T for part in parts])
 
 
-def naive_linear(x: NDArray[np.float32], weight: NDArray[np.float32]) -> NDArray[np.float32]:  # [R, M], [N, M] -> [R, N]
+def naive_linear(
+    x: NDArray[np.float32], weight: NDArray[np.float32]
+) -> NDArray[np.float32]:  # [R, M], [N, M] -> [R, N]
     """The chain, written down: in float64 a product of two float32 is exact, so each step rounds like an `fma`.
 
     (A sum that lands within 2**-53 of the middle between two float32 may round twice; no such case is likely.)
@@ -95,14 +100,14 @@ def naive_linear(x: NDArray[np.float32], weight: NDArray[np.float32]) -> NDArray
 
 
 @njit(nogil=True, cache=True)
-def strip(row, rows, depth):  # type: ignore[no-untyped-def]
+def strip(row, rows, depth):
     """Where input 0 of `row` lies in strips of `rows` rows, and how far apart its inputs are."""
     first = row // STRIP * STRIP
     return first * depth + row - first, min(STRIP, rows - first)
 
 
 @njit(nogil=True, cache=True, parallel=True)
-def linear(strips, packed, bias, out, rows, epilogue):  # type: ignore[no-untyped-def]
+def linear(strips, packed, bias, out, rows, epilogue):
     """`out` from `rows` rows of inputs: strips [>= rows * M], packed [P, M, 32], bias [32 P] or empty.
 
     PLAIN stores to out [R, N], N >= 32 P. ADD adds to what it holds. SWIGLU stores silu(gate) * up of each panel's
@@ -115,7 +120,7 @@ def linear(strips, packed, bias, out, rows, epilogue):  # type: ignore[no-untype
 
 
 @njit(nogil=True, cache=True)
-def _panel(strips, packed, bias, out, rows, begin, end, panel, epilogue):  # type: ignore[no-untyped-def]
+def _panel(strips, packed, bias, out, rows, begin, end, panel, epilogue):
     """One panel for rows begin..end-1, in the largest tiles that there is a compiled loop for."""
     sums = stack(384)  # [12, 32]
     row = begin
@@ -142,7 +147,7 @@ def _panel(strips, packed, bias, out, rows, begin, end, panel, epilogue):  # typ
 
 
 @njit(nogil=True, cache=True)
-def _product(tile, strips, at, step, packed, panel, sums):  # type: ignore[no-untyped-def]
+def _product(tile, strips, at, step, packed, panel, sums):
     """sums [len(tile) / 2, 32]: no partial sum leaves its register before the last input is in."""
     depth = packed.shape[1]
     w = panel * depth * PANEL
@@ -155,7 +160,7 @@ def _product(tile, strips, at, step, packed, panel, sums):  # type: ignore[no-un
 
 
 @njit(nogil=True, cache=True)
-def _finish(sums, bias, out, rows, row, count, panel, panels, epilogue):  # type: ignore[no-untyped-def]
+def _finish(sums, bias, out, rows, row, count, panel, panels, epilogue):
     """What follows the product of one panel for rows row..row+count-1, and the store."""
     for r in range(count):
         low, high = load(sums, r * PANEL), load(sums, r * PANEL + LANES)
@@ -173,7 +178,7 @@ def _finish(sums, bias, out, rows, row, count, panel, panels, epilogue):  # type
 
 
 @njit(nogil=True, cache=True)
-def silu(gate):  # type: ignore[no-untyped-def]
+def silu(gate):
     """gate / (1 + exp(-gate)), relative error below 4e-7 + 1.2e-7 * max(-gate, 0).
 
     Below -87 the exponential is held at exp(87), and the result is smaller than 1e-35.

@@ -5,6 +5,9 @@ One pass for the maximum, which hands a NaN on, and one that stops at the first 
 Proof: tests/test_kernels.py. Story: kernels.
 """
 
+# numba compiles its functions by the arguments they are called with; their shapes are in the docstrings.
+# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False
+
 from __future__ import annotations
 
 import numpy as np
@@ -23,7 +26,7 @@ def naive_greedy(logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArra
 
 
 @njit(nogil=True, cache=True, parallel=True)
-def greedy(logits, size, tokens, peaks, rows):  # type: ignore[no-untyped-def]
+def greedy(logits, size, tokens, peaks, rows):
     """tokens [R] and peaks [R] of the first `size` columns of logits [R, V'], for rows 0..rows-1."""
     for row in prange(rows):
         begin, whole = row * logits.shape[1], size // LANES * LANES

@@ -8,6 +8,9 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
 Proof: tests/test_kernels.py. Story: kernels.
 """
 
+# numba compiles its functions by the arguments they are called with; their shapes are in the docstrings.
+# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False
+
 from __future__ import annotations
 
 import numpy as np
@@ -39,7 +42,7 @@ def naive_norm(
 
 
 @njit(nogil=True, cache=True, parallel=True)
-def norm(x, weight, epsilon, size, strips, rows):  # type: ignore[no-untyped-def]
+def norm(x, weight, epsilon, size, strips, rows):
     """strips [>= rows * M'] = RMSNorm of x[:rows] over its first `size` columns; x [R, M'], weight [M'], M' = 16 n."""
     if rows < PARALLEL_ROWS:
         for row in range(rows):
@@ -50,7 +53,7 @@ def norm(x, weight, epsilon, size, strips, rows):  # type: ignore[no-untyped-def
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _row(x, weight, epsilon, size, strips, row, rows):  # type: ignore[no-untyped-def]
+def _row(x, weight, epsilon, size, strips, row, rows):
     width = x.shape[1]
     begin = row * width
     at, step = strip(row, rows, width)
@@ -60,7 +63,7 @@ def _row(x, weight, epsilon, size, strips, row, rows):  # type: ignore[no-untype
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def inverse_rms(x, begin, width, size, epsilon):  # type: ignore[no-untyped-def]
+def inverse_rms(x, begin, width, size, epsilon):
     """1 / sqrt(mean of squares + epsilon) of x.flat[begin : begin + width], `size` of which are not padding."""
     squares = splat(np.float32(0.0))
     for m in range(0, width, LANES):

@@ -13,14 +13,19 @@ Proof: tests/test_kernels.py. Story: kernels.
 
 from __future__ import annotations
 
-from llvmlite import ir
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 from numba.core.datamodel import models
+from numba.extending import intrinsic as declare_intrinsic
+from numba.extending import register_model
 from numba.np.arrayobj import populate_array
-from numba.extending import intrinsic, register_model
 
 LANES = 16
+
+intrinsic: Any = declare_intrinsic  # what it makes is called with one argument less than its definition has
 
 _F32, _I32, _I16 = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 _VECTOR = ir.VectorType(_F32, LANES)
@@ -194,7 +199,9 @@ def div(typingctx, a, b):
 def _fma(builder, a, b, c):
     """One rounding for product and sum; llvmlite's own `fma` names scalars only."""
     name = "llvm.fma.f32" if a.type == _F32 else f"llvm.fma.v{LANES}f32"
-    return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(a.type, [a.type] * 3), name), [a, b, c])
+    return builder.call(
+        cgutils.get_or_insert_function(builder.module, ir.FunctionType(a.type, [a.type] * 3), name), [a, b, c]
+    )
 
 
 def _max(builder, a, b):
