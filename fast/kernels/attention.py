@@ -26,10 +26,10 @@ from fast.kernels.linear import strip
 from fast.kernels.norm import inverse_rms
 from fast.kernels.vector import (
     LANES,
+    WIDE,
     add,
     exp2,
     first_lanes,
-    fma,
     fma_outer,
     lane_max,
     lane_sum,
@@ -192,20 +192,31 @@ def _find_tile(groups, sequence, head, begin, end, k_pool, v_pool, k_at, v_at):
 @njit(nogil=True, cache=True)
 def _scores(queries, n, k_pool, k_at, v_pool, v_at, weights):
     """weights [n, 64] = queries times the tile's keys, each one chain over the dimensions."""
-    if n == 6:
+    if n == 6 and WIDE:
         _scores_of(zeros(24), queries, k_pool, k_at, v_pool, v_at, weights)
-    elif n == 4:
+    elif n == 4 and WIDE:
         _scores_of(zeros(16), queries, k_pool, k_at, v_pool, v_at, weights)
-    elif n == 3:
+    elif n == 3 and WIDE:
         _scores_of(zeros(12), queries, k_pool, k_at, v_pool, v_at, weights)
-    elif n == 2:
+    elif n == 2 and WIDE:
         _scores_of(zeros(8), queries, k_pool, k_at, v_pool, v_at, weights)
-    else:
+    elif n == 1:
         _scores_of(zeros(4), queries, k_pool, k_at, v_pool, v_at, weights)
+    else:
+        for c in range(4):
+            if n == 6:
+                _scores_of_group(zeros(6), queries, k_pool, k_at[c], v_pool, v_at[c], weights, c)
+            elif n == 4:
+                _scores_of_group(zeros(4), queries, k_pool, k_at[c], v_pool, v_at[c], weights, c)
+            elif n == 3:
+                _scores_of_group(zeros(3), queries, k_pool, k_at[c], v_pool, v_at[c], weights, c)
+            else:
+                _scores_of_group(zeros(2), queries, k_pool, k_at[c], v_pool, v_at[c], weights, c)
 
 
 @njit(nogil=True, cache=True)
 def _scores_of(tile, queries, k_pool, k_at, v_pool, v_at, weights):
+    """All 64 keys at once: the keys of a dimension are four loads."""
     n, block_size = len(tile) // 4, k_pool.shape[3]
     a, b, c, e = k_at[0], k_at[1], k_at[2], k_at[3]
     for d in range(k_pool.shape[2]):
@@ -218,6 +229,16 @@ def _scores_of(tile, queries, k_pool, k_at, v_pool, v_at, weights):
         tile = fma_outer(tile, queries, d * n, 1, keys)
         a, b, c, e = a + block_size, b + block_size, c + block_size, e + block_size
     store_tile(weights, 0, KEY_TILE, tile, 4)
+
+
+@njit(nogil=True, cache=True)
+def _scores_of_group(tile, queries, k_pool, k_at, v_pool, v_at, weights, c):
+    """16 of the 64 keys, for registers of eight lanes."""
+    for d in range(k_pool.shape[2]):
+        prefetch(v_pool, v_at + d * LANES)
+        tile = fma_outer(tile, queries, d * len(tile), 1, (load(k_pool, k_at),))
+        k_at += k_pool.shape[3]
+    store_tile(weights, c * LANES, KEY_TILE, tile, 1)
 
 
 @njit(nogil=True, cache=True)
@@ -249,7 +270,7 @@ def _soften(weights, r, readable, peak, total, output, width):
 def _weighted_values(n, weights, present, v_pool, v_at, k_pool, k_next, sums):
     """sums [n, D'] = weights times the tile's values, each one chain over the keys."""
     column, width = 0, v_pool.shape[3]
-    while width - column >= KEY_TILE:
+    while WIDE and width - column >= KEY_TILE:
         if n == 6:
             _values_of(zeros(24), weights, present, v_pool, v_at, k_pool, k_next, column, sums)
         elif n == 4:
@@ -261,14 +282,18 @@ def _weighted_values(n, weights, present, v_pool, v_at, k_pool, k_next, sums):
         else:
             _values_of(zeros(4), weights, present, v_pool, v_at, k_pool, k_next, column, sums)
         column += KEY_TILE
-    # A head size that is not a multiple of 64: what is left, a vector at a time.
+    # A vector at a time: registers of eight lanes, or what a head size that is no multiple of 64 leaves.
     for at in range(column, width, LANES):
-        for r in range(n):
-            one = splat(np.float32(0.0))
-            for s in range(present):
-                value = load(v_pool, v_at[s // LANES] + s % LANES * width + at)
-                one = fma(splat(weights[r * KEY_TILE + s]), value, one)
-            store(sums, r * width + at, one)
+        if n == 6:
+            _values_of_group(zeros(6), weights, present, v_pool, v_at, at, sums)
+        elif n == 4:
+            _values_of_group(zeros(4), weights, present, v_pool, v_at, at, sums)
+        elif n == 3:
+            _values_of_group(zeros(3), weights, present, v_pool, v_at, at, sums)
+        elif n == 2:
+            _values_of_group(zeros(2), weights, present, v_pool, v_at, at, sums)
+        else:
+            _values_of_group(zeros(1), weights, present, v_pool, v_at, at, sums)
 
 
 @njit(nogil=True, cache=True)
@@ -284,3 +309,12 @@ def _values_of(tile, weights, present, v_pool, v_at, k_pool, k_next, column, sum
         prefetch(k_pool, k_next[3] + s * block_size)
         tile = fma_outer(tile, weights, s, KEY_TILE, values)
     store_tile(sums, column, width, tile, 4)
+
+
+@njit(nogil=True, cache=True)
+def _values_of_group(tile, weights, present, v_pool, v_at, column, sums):
+    width = v_pool.shape[3]
+    for s in range(present):
+        value = load(v_pool, v_at[s // LANES] + s % LANES * width + column)
+        tile = fma_outer(tile, weights, s, KEY_TILE, (value,))
+    store_tile(sums, column, width, tile, 1)

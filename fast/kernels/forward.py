@@ -162,7 +162,8 @@ class KernelForward:
         numba.set_num_threads(self.threads)  # a thread's own setting, so it is made where it is used
         config, w = self.config, self._weights
         tokens = len(ids)
-        self._hidden[:tokens, : config.hidden_size] = self._embedding[torch.from_numpy(ids)].numpy()
+        rows = self._embedding.index_select(0, torch.from_numpy(ids))
+        self._hidden[:tokens, : config.hidden_size] = rows.float().numpy()
         tasks = plan_tasks(runs, heads=config.num_heads, kv_heads=config.num_kv_heads, threads=self.threads)
         _layers(
             self._hidden, self._qkv, self._q, self._strips, self._wide, tokens,

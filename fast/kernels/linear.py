@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from fast.kernels.vector import (
     LANES,
+    WIDE,
     add,
     div,
     exp2,
@@ -126,37 +127,72 @@ def _panel(strips, packed, bias, out, rows, begin, end, panel, epilogue):
     row = begin
     while row < end:
         at, step = strip(row, rows, packed.shape[1])
-        left = end - row
-        if left >= 12:
-            tile_rows = 12
-            _product(zeros(24), strips, at, step, packed, panel, sums)
-        elif left >= 8:
-            tile_rows = 8
-            _product(zeros(16), strips, at, step, packed, panel, sums)
-        elif left >= 4:
-            tile_rows = 4
-            _product(zeros(8), strips, at, step, packed, panel, sums)
-        elif left >= 2:
-            tile_rows = 2
-            _product(zeros(4), strips, at, step, packed, panel, sums)
+        if WIDE:
+            count = _product(strips, at, step, packed, panel, end - row, sums)
         else:
-            tile_rows = 1
-            _product(zeros(2), strips, at, step, packed, panel, sums)
-        _finish(sums, bias, out, rows, row, tile_rows, panel, packed.shape[0], epilogue)
-        row += tile_rows
+            count = _product_by_halves(strips, at, step, packed, panel, end - row, sums)
+        _finish(sums, bias, out, rows, row, count, panel, packed.shape[0], epilogue)
+        row += count
 
 
 @njit(nogil=True, cache=True)
-def _product(tile, strips, at, step, packed, panel, sums):
-    """sums [len(tile) / 2, 32]: no partial sum leaves its register before the last input is in."""
-    depth = packed.shape[1]
-    w = panel * depth * PANEL
-    for _ in range(depth):
+def _product(strips, at, step, packed, panel, left, sums):
+    """sums [n, 32] for as many rows as there is a loop for, at most `left`; returns n."""
+    w = panel * packed.shape[1] * PANEL
+    if left >= 12:
+        _both(zeros(24), strips, at, step, packed, w, sums)
+        return 12
+    if left >= 8:
+        _both(zeros(16), strips, at, step, packed, w, sums)
+        return 8
+    if left >= 4:
+        _both(zeros(8), strips, at, step, packed, w, sums)
+        return 4
+    if left >= 2:
+        _both(zeros(4), strips, at, step, packed, w, sums)
+        return 2
+    _both(zeros(2), strips, at, step, packed, w, sums)
+    return 1
+
+
+@njit(nogil=True, cache=True)
+def _both(tile, strips, at, step, packed, w, sums):
+    """All 32 outputs: no partial sum leaves its register before the last input is in."""
+    for _ in range(packed.shape[1]):
         prefetch(packed, w + AHEAD)
         tile = fma_outer(tile, strips, at, 1, (load(packed, w), load(packed, w + LANES)))
         at += step
         w += PANEL
     store_tile(sums, 0, PANEL, tile, 2)
+
+
+@njit(nogil=True, cache=True)
+def _product_by_halves(strips, at, step, packed, panel, left, sums):
+    """`_product` for registers of eight lanes: from four rows on, 16 outputs after the other 16."""
+    w = panel * packed.shape[1] * PANEL
+    if left >= 6:
+        _one(zeros(6), strips, at, step, packed, w, sums, 0)
+        _one(zeros(6), strips, at, step, packed, w + LANES, sums, LANES)
+        return 6
+    if left >= 4:
+        _one(zeros(4), strips, at, step, packed, w, sums, 0)
+        _one(zeros(4), strips, at, step, packed, w + LANES, sums, LANES)
+        return 4
+    if left >= 2:
+        _both(zeros(4), strips, at, step, packed, w, sums)
+        return 2
+    _both(zeros(2), strips, at, step, packed, w, sums)
+    return 1
+
+
+@njit(nogil=True, cache=True)
+def _one(tile, strips, at, step, packed, w, sums, side):
+    for _ in range(packed.shape[1]):
+        prefetch(packed, w + AHEAD)
+        tile = fma_outer(tile, strips, at, 1, (load(packed, w),))
+        at += step
+        w += PANEL
+    store_tile(sums, side, PANEL, tile, 1)
 
 
 @njit(nogil=True, cache=True)

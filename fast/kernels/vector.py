@@ -16,7 +16,8 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types
+from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
+from numba import config, types
 from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic as declare_intrinsic
@@ -24,6 +25,9 @@ from numba.extending import register_model
 from numba.np.arrayobj import populate_array
 
 LANES = 16
+
+# With registers of eight lanes a vector is two of sixteen, and a tile has to be smaller to stay in them.
+WIDE = "+avx512f" in (config.CPU_FEATURES or get_host_cpu_features().flatten())
 
 intrinsic: Any = declare_intrinsic  # what it makes is called with one argument less than its definition has
 
