@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import subprocess
+import sys
 from functools import cache
 
 import numba
@@ -10,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from llvmlite.binding import get_host_cpu_features
 from numba import njit
 
 from fast.cache import BatchedPagedKVCache
@@ -366,6 +371,30 @@ def test_any_schedule_gives_each_token_the_bits_it_has_alone(data: st.DataObject
             got = run.prefill([(s, data.draw(st.sampled_from([1, 2, 13, 40, 73]), label="chunk")) for s in chosen])
         for row, s in zip(got, chosen, strict=True):
             assert torch.equal(row, truth(shape, count, seeds[s], half)[run.done[s] - 1])
+
+
+# ---- other machines -----------------------------------------------------------------------------------------------
+
+
+def digest() -> str:
+    """Of the logits of every tiny shape after 201 tokens."""
+    total = hashlib.sha256()
+    for shape in SHAPES:
+        run = Schedule(forward(shape), [tokens_of(201, 9)], block_size=16, half=True, seed=0)
+        total.update(run.prefill([(0, 201)]).contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "+avx2" not in get_host_cpu_features().flatten(), reason="an x86 CPU with AVX2 compiles for another"
+)
+def test_code_compiled_for_registers_of_eight_lanes_gives_the_same_bits(tmp_path):
+    features = "+avx2,+fma,+f16c,+avx,+sse4.2,+bmi,+bmi2,+popcnt,-avx512f"
+    other = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
+    program = "from tests.test_kernels import digest; print(digest())"
+    run = subprocess.run([sys.executable, "-c", program], env=os.environ | other, capture_output=True, text=True)
+    assert run.stdout.strip() == digest(), run.stderr
 
 
 # ---- the real model -----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from numba.np.arrayobj import populate_array
 LANES = 16
 
 # With registers of eight lanes a vector is two of sixteen, and a tile has to be smaller to stay in them.
-WIDE = "+avx512f" in (config.CPU_FEATURES or get_host_cpu_features().flatten())
+WIDE = "+avx512f" in (config.CPU_FEATURES or get_host_cpu_features().flatten())  # type: ignore[attr-defined]
 
 intrinsic: Any = declare_intrinsic  # what it makes is called with one argument less than its definition has
 
