@@ -8,7 +8,7 @@ PORT ?= 8000
 ARGS ?=
 PYTEST_ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat model test differential bench docs lint types clean
+.PHONY: help venv serve chat model test differential bench figures docs lint types clean
 
 help: ## what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 16
@@ -39,14 +39,17 @@ serve: model ## serve the default model on 127.0.0.1:8000
 chat: model ## talk to the default model in this terminal
 	$(PY) -m serve chat --model $(MODEL) $(ARGS)
 
-test: $(VENV)/.dev model ## all tests that this machine can run
-	$(PY) -m pytest $(PYTEST_ARGS)
+test: $(VENV)/.dev model ## all tests that this machine can run, a process a core
+	$(PY) -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 differential: $(VENV)/.dev model ## only fast against reference, token for token
-	$(PY) -m pytest -m differential $(PYTEST_ARGS)
+	$(PY) -m pytest -m differential -n auto --dist loadfile $(PYTEST_ARGS)
 
 bench: $(VENV)/.dev model ## the benchmarks, each correct first, then timed
 	$(PY) -m pytest tests/bench --benchmark-enable --benchmark-only $(PYTEST_ARGS)
+
+figures: $(VENV)/.dev ## print the exact figures, counted by the real classes
+	$(PY) -m tests.bench.figures
 
 docs: $(VENV)/.docs ## build the site strictly
 	$(PY) -m mkdocs build --strict

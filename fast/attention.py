@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+QUERY_TILE = 256  # queries whose scores exist at one time in a prefill
+
 
 def decode_attention(
     q: Tensor,  # [N, H, D]
@@ -46,10 +48,25 @@ def prefill_attention(
     scale: float,
 ) -> Tensor:  # [T, H, D]
     """T queries of one sequence, each against every token up to and including its own."""
-    tokens, heads, dim = q.shape
-    kv_heads = k_pool.shape[1]
-    context = slots.shape[0]
+    start = slots.shape[0] - q.shape[0]
     k, v = k_pool[slots], v_pool[slots]  # [S, K, D]
+    tiles = []
+    # A tile of queries at a time: the scores of a whole prompt against itself would be T * T per head.
+    for tile in q.split(QUERY_TILE):
+        stop = start + tile.shape[0]
+        tiles.append(_causal_tile(tile, k[:stop], v[:stop], scale))
+        start = stop
+    return torch.cat(tiles)
+
+
+def _causal_tile(
+    q: Tensor,  # [T, H, D]: the last T of the S tokens
+    k: Tensor,  # [S, K, D]
+    v: Tensor,  # [S, K, D]
+    scale: float,
+) -> Tensor:  # [T, H, D]
+    tokens, heads, dim = q.shape
+    context, kv_heads = k.shape[:2]
     grouped = q.view(tokens, kv_heads, heads // kv_heads, dim)
     scores = torch.einsum("tkgd,skd->kgts", grouped, k) * scale
     own = torch.arange(context - tokens, context, device=q.device)  # position of each query

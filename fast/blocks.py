@@ -23,6 +23,7 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack whose top is the lowest id at the start
         self._owned = bytearray(num_blocks)
+        self._num_owned = 0  # marks set in the map: counted where one changes, not taken from the free list
 
     @property
     def num_free(self) -> int:
@@ -31,7 +32,11 @@ class BlockAllocator:
 
     @property
     def num_owned(self) -> int:
-        """Blocks handed out and not yet returned, counted from the ownership map and not from the free list."""
+        """Blocks handed out and not yet returned, by the ownership map and not by the free list; O(1)."""
+        return self._num_owned
+
+    def recount_owned(self) -> int:
+        """The same from the map itself, block by block."""
         return sum(self._owned)
 
     def allocate(self, count: int) -> list[int]:
@@ -44,6 +49,7 @@ class BlockAllocator:
             raise OutOfBlocks(f"{count} blocks wanted, {len(self._free)} of {self.num_blocks} free")
         taken = [self._free.pop() for _ in range(count)]
         for block in taken:
+            self._num_owned += not self._owned[block]
             self._owned[block] = 1
         return taken
 
@@ -57,6 +63,7 @@ class BlockAllocator:
             if not (0 <= block < self.num_blocks and self._owned[block]):
                 raise ValueError(f"block {block} is not owned; it was freed twice or never handed out")
             self._owned[block] = 0
+            self._num_owned -= 1
         self._free.extend(reversed(blocks))
 
 
@@ -105,16 +112,33 @@ class BlockTable:
         return self.slot(self.length - 1)
 
     def advance(self, tokens: int) -> list[int]:
-        """Count `tokens` more tokens and return their slots (a prefill)."""
-        return [self.append() for _ in range(tokens)]
+        """Count `tokens` more tokens, all or none, and return their slots (a prefill).
+
+        Raises:
+            OutOfBlocks: some of them have no block.
+        """
+        start, stop = self.length, self.length + tokens
+        if stop > self.capacity:
+            raise OutOfBlocks(f"token {stop - 1} has no block; {len(self.blocks)} blocks hold {self.capacity}")
+        self.length = stop
+        return self.slots(start, stop)
 
     def slot(self, token: int) -> int:
         """The slot of token index `token` (0-based)."""
         return self.blocks[token // self.block_size] * self.block_size + token % self.block_size
 
     def slots(self, start: int, stop: int) -> list[int]:
-        """The slots of tokens start..stop-1."""
-        return [self.slot(token) for token in range(start, stop)]
+        """The slots of tokens start..stop-1, block by block.
+
+        Raises:
+            IndexError: some of them have no block.
+        """
+        if stop > self.capacity:
+            raise IndexError(f"slots: token {stop - 1} has no block; {len(self.blocks)} blocks hold {self.capacity}")
+        size, first = self.block_size, start // self.block_size
+        blocks = self.blocks[first : -(-stop // size)]
+        cells = [cell for block in blocks for cell in range(block * size, block * size + size)]
+        return cells[start - first * size : stop - first * size]
 
     def release(self) -> list[int]:
         """Forget the tenant and return its blocks, for the allocator to take back."""

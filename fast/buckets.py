@@ -63,7 +63,7 @@ class BucketSet:
         self.width_multiple = width_multiple
         self._rows_for = _round_up_table(self.row_sizes)
         self.steps = self.real_rows = self.padded_rows = self.real_cells = self.padded_cells = 0
-        self._check_covers()
+        self._check_covers(max_batch_size, max_model_len)
 
     @property
     def max_batch_size(self) -> int:
@@ -122,11 +122,12 @@ class BucketSet:
     def _width_for(self, width: int) -> int:
         return min(-(-width // self.width_multiple) * self.width_multiple, self.max_model_len)
 
-    def _check_covers(self) -> None:
-        # Once, at construction: a count without a bucket would otherwise show as one slow batch months later.
-        mapped = [self._width_for(width) for width in range(1, self.max_model_len + 1)]
-        check_bucket_covers(axis="rows", sizes=self.row_sizes, limit=self.max_batch_size, mapped=self._rows_for[1:])
-        check_bucket_covers(axis="width", sizes=self.widths, limit=self.max_model_len, mapped=mapped)
+    def _check_covers(self, max_batch_size: int, max_model_len: int) -> None:
+        # Once, at construction: a count without a bucket would otherwise show as one slow batch months later. The
+        # limits are the caller's; the properties of that name are what the lists end at, and would agree with them.
+        mapped = [self._width_for(width) for width in range(1, max_model_len + 1)]
+        check_bucket_covers(axis="rows", sizes=self.row_sizes, limit=max_batch_size, mapped=self._rows_for[1:])
+        check_bucket_covers(axis="width", sizes=self.widths, limit=max_model_len, mapped=mapped)
 
 
 def _round_up_table(sizes: tuple[int, ...]) -> list[int]:

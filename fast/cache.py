@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from fast.blocks import BlockAllocator, BlockTable
+from fast.pool import KVPoolPlan
 from fast.slots import SlotTable
+from gates.blocks import check_sink_outside
 from reference.config import ModelConfig
 
 
@@ -50,10 +52,30 @@ class BatchedPagedKVCache:
         self.slot_table = SlotTable(
             max_batch_size=max_batch_size, max_model_len=self.max_model_len, device=device, gather=gather
         )
+        self.tenancies = 0  # rows ever adopted
+        self.prefilled_tokens = 0  # tokens that entered a row by a prefill
         # One tensor a layer: a write to layer 3 never makes a compiler believe that layer 4 moved.
         shape = (self.num_slots + 1, config.num_kv_heads, config.head_dim)
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        sizes = {"num_blocks": num_blocks, "block_size": block_size}
+        check_sink_outside(sink_slot=self.sink_slot, **sizes, pool_slots=self.k[0].shape[0])
+
+    @classmethod
+    def of_plan(
+        cls, config: ModelConfig, plan: KVPoolPlan, *, dtype: torch.dtype, device: torch.device | str, gather: bool
+    ) -> BatchedPagedKVCache:
+        """The cache that a pool plan promised."""
+        return cls(
+            config,
+            max_batch_size=plan.max_batch_size,
+            num_blocks=plan.num_blocks,
+            block_size=plan.block_size,
+            max_model_len=plan.max_model_len,
+            dtype=dtype,
+            device=device,
+            gather=gather,
+        )
 
     @property
     def num_slots(self) -> int:
@@ -73,6 +95,7 @@ class BatchedPagedKVCache:
     def adopt_row(self, row: int, blocks: list[int]) -> None:
         """Give an empty row its first blocks. Raises ValueError when the row still holds a tenant."""
         self.tables[row].adopt(blocks)
+        self.tenancies += 1
 
     def grow_row(self, row: int, tokens: int) -> None:
         """Allocate what row needs to hold `tokens` tokens. Raises OutOfBlocks, and then nothing has changed."""
@@ -83,6 +106,7 @@ class BatchedPagedKVCache:
         """Count `tokens` more tokens of a row, a prefill's, mirror them, and return the slots of all its tokens."""
         table = self.tables[row]
         table.advance(tokens)
+        self.prefilled_tokens += tokens
         self.slot_table.sync(self.tables, (row,))
         return table.slots(0, table.length)
 

@@ -71,13 +71,21 @@ class Recorder(Protocol):
 
 
 class HostRecorder:
-    """Keeps the call and its very argument objects, and runs it again: a graph without the graph."""
+    """Keeps the call and its very argument objects, and runs it again: a graph without the graph.
+
+    `run_up_to_width` spares the wide shapes their run: what a first run warms on a host (allocator, compiled
+    kernels) depends on the rows. At gates full every shape runs, so that what it touches can be seen.
+    """
 
     name = "host"
 
+    def __init__(self, run_up_to_width: int | None = None) -> None:
+        self.run_up_to_width = run_up_to_width
+
     def record(self, call: DecodeCall, plan: DecodePlan) -> Replay:
         """Run once, as a capture would, and keep both."""
-        call(plan)
+        if self.run_up_to_width is None or plan.width <= self.run_up_to_width or enabled(FULL):
+            call(plan)
         return lambda: call(plan)
 
 
@@ -166,6 +174,7 @@ class CapturedDecode:
 
     def record(self, plan: DecodePlan) -> Recording:
         """Record one plan; called by the warm-up, and on a miss by the lazy arm."""
+        check_mapping_is_window(mapping=plan.slot_mapping, table=self.slot_table.read_buffer, rows=plan.rows)
         if enabled(FULL):
             check_key_complete(consumed=fields_consumed(self.call, plan), keyed=LAUNCH_TENSORS, constant=())
         recording = Recording((plan.num_rows, plan.width), plan.rows, self.recorder.record(self.call, plan))
@@ -177,6 +186,9 @@ class CapturedDecode:
     def run(self, plan: DecodePlan) -> Tensor:
         """Logits [N, V] of one decode step."""
         self.steps += 1
+        # Before the lookup: storage that moved changes the key, and the step would pass for one more unseen shape.
+        check_addresses_stable(recorded=self._addresses, now=self.inputs.addresses)
+        check_table_stable(recorded=self._table_address, now=self.slot_table.address)
         recording, reason = self._recording_for(plan)
         if recording is None:
             self.eager[reason] += 1
@@ -202,7 +214,7 @@ class CapturedDecode:
         return None, "unseen shape"
 
     def _check_preconditions(self, plan: DecodePlan, recording: Recording) -> None:
-        """The six facts without which a replay computes something else and raises nothing."""
+        """The facts without which a replay computes something else and raises nothing, but for the two of `run`."""
         check_pad_inert(
             context_lens=plan.context_lens,
             write_slots=plan.write_slots,
@@ -225,8 +237,6 @@ class CapturedDecode:
             positions=plan.positions,
             sink_slot=self.inputs.sink_slot,
         )
-        check_addresses_stable(recorded=self._addresses, now=self.inputs.addresses)
-        check_table_stable(recorded=self._table_address, now=self.slot_table.address)
         check_replay_rows(recorded=recording.rows, rows=plan.rows)
         check_replay_shape(recorded=recording.shape, planned=(plan.num_rows, plan.width))
 

@@ -10,30 +10,37 @@ Gates: gates.engine. Proof: tests/test_fast_engine.py. Story: engine.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fast.cache import BatchedPagedKVCache
+from fast.capture import Recorder
 from fast.compact import RowCompactor, RowMove
+from fast.compiled import DEFAULT_BACKEND
+from fast.decode import DEFAULT_WIDTH_MULTIPLE, DecodePath
 from fast.model import Chunk, Forward
-from fast.plan import plan_decode
+from fast.pool import KVPoolPlan, plan_pool
+from fast.record import Mark, StepRecord, StepRecorder, unheard
 from fast.rows import Rows, Sequence
 from fast.sampling import Sampled, sample_rows
 from fast.scheduler import Scheduler, SchedulerOutput
+from fast.warmup import WarmupReport
 from gates import FULL, enabled
-from gates.blocks import check_blocks_conserved, check_mapping_follows_tables, check_owned_once, check_tables_cover
+from gates.blocks import check_blocks_conserved, check_owned_once, check_tables_cover
 from gates.engine import check_ends_once, check_gauges, check_tokens_cached, check_within_limits
-from gates.sampling import check_draw_position
+from gates.plan import check_rebuild_bounded
+from gates.sampling import check_end_allowed
 from gates.scheduler import check_decode_room, check_rows_follow_requests, check_vacated_rows_neutral
+from gates.slots import check_resyncs_bounded
 from reference import request as contract
 from reference.config import ModelConfig
 from reference.request import Completion, Event, Request, validate_submit
 from reference.weights import ModelWeights
-
-DEFAULT_KV_BYTES = 1 << 30
 
 
 def random_seed() -> int:
@@ -42,28 +49,39 @@ def random_seed() -> int:
 
 
 class Engine:
-    """Continuous batching over a paged K/V cache; `build` makes one from a model and limits."""
+    """Continuous batching over a paged K/V cache; `build` makes one from a model, limits and switches."""
 
     def __init__(
         self,
         forward: Forward,
         cache: BatchedPagedKVCache,
         *,
+        decode: DecodePath | None = None,
         compactor: RowCompactor | None = None,
+        pool_plan: KVPoolPlan | None = None,
         seed_source: Callable[[], int] = random_seed,
     ) -> None:
         self.config = forward.config
         self.forward = forward
         self.cache = cache
+        self.decode = decode or DecodePath(forward, cache)
+        self.pool_plan = pool_plan
         self.rows = Rows(cache.max_batch_size)
-        self.scheduler = Scheduler(cache, compactor=compactor, on_admit=self.rows.admit, on_release=self.rows.release)
+        self.scheduler = Scheduler(
+            cache,
+            compactor=compactor,
+            on_admit=self.rows.admit,
+            on_release=self.rows.release,
+            snapshot=self._snapshot,
+        )
         if compactor is not None:
             compactor.on_move = self._move_row
-        self.decode_steps = self.prefill_tokens = self.decode_tokens = self.steps = 0
+        self.prefill_tokens = self.steps = 0
         self._seed_source = seed_source
         self._open: dict[str, Sequence] = {}  # every request whose last event is still to come
         self._aborted: list[str] = []  # ended, but the next step is yet to say so
         self._arrivals = 0
+        self._recorder: StepRecorder | None = None
 
     @classmethod
     def build(
@@ -78,38 +96,54 @@ class Engine:
         max_model_len: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        bucket_decode: bool = False,
+        persist_inputs: bool = False,
+        capture_decode: bool = False,
+        record_on_miss: bool = False,
+        compile_decode: bool = False,
+        compile_backend: str = DEFAULT_BACKEND,
         compact_rows: bool = False,
+        gather_rows: bool = False,
+        width_multiple: int = DEFAULT_WIDTH_MULTIPLE,
+        recorder: Recorder | None = None,
         seed_source: Callable[[], int] = random_seed,
     ) -> Engine:
-        """An engine with a pool of `num_blocks`, or of what `kv_bytes` buys (1 GiB unless told), never more than
-        `max_batch_size` full-length requests can use.
+        """An engine over the pool that `plan_pool` makes of the sizes; every switch is separate and off.
+
+        `compact_rows` moves survivors into holes, `gather_rows` leaves rows where they are and reads them through
+        one fixed buffer instead. The other switches are `DecodePath`'s; a captured or compiled path is to be
+        warmed (`warm_decode`) before it is used.
 
         Raises:
-            ValueError: a limit is out of range, or the pool cannot hold one prompt token and one answer token.
+            ValueError: a limit is out of range, the pool holds nobody, or switches contradict each other.
         """
-        limit = config.max_positions if max_model_len is None else min(max_model_len, config.max_positions)
-        if num_blocks is not None and kv_bytes is not None:
-            raise ValueError(f"kv_bytes: {kv_bytes} and num_blocks {num_blocks} both size the pool; give one")
-        if num_blocks is None:
-            block_bytes = config.kv_elements_per_token * dtype.itemsize * block_size
-            most = max_batch_size * -(-limit // block_size)
-            num_blocks = min(most, (DEFAULT_KV_BYTES if kv_bytes is None else kv_bytes) // block_bytes)
-        if min(limit, num_blocks * block_size) < 2:
-            raise ValueError(
-                f"max_model_len: {limit} tokens over {num_blocks} blocks of {block_size} is not at least 2"
-            )
-        cache = BatchedPagedKVCache(
+        if compact_rows and gather_rows:
+            raise ValueError("gather_rows: True leaves rows in place, compact_rows moves them; choose one")
+        pool_plan = plan_pool(
             config,
             max_batch_size=max_batch_size,
-            num_blocks=num_blocks,
             block_size=block_size,
-            max_model_len=limit,
-            dtype=dtype,
-            device=device,
+            element_bytes=dtype.itemsize,
+            num_blocks=num_blocks,
+            kv_bytes=kv_bytes,
+            max_model_len=max_model_len,
         )
+        cache = BatchedPagedKVCache.of_plan(config, pool_plan, dtype=dtype, device=device, gather=gather_rows)
         forward = Forward(config, weights, max_positions=cache.max_model_len, dtype=dtype, device=device)
-        compactor = RowCompactor("compact" if compact_rows else "free")
-        return cls(forward, cache, compactor=compactor, seed_source=seed_source)
+        decode = DecodePath(
+            forward,
+            cache,
+            bucket_decode=bucket_decode,
+            persist_inputs=persist_inputs,
+            capture_decode=capture_decode,
+            record_on_miss=record_on_miss,
+            compile_decode=compile_decode,
+            compile_backend=compile_backend,
+            width_multiple=width_multiple,
+            recorder=recorder,
+        )
+        compactor = RowCompactor("compact" if compact_rows else "gather" if gather_rows else "free")
+        return cls(forward, cache, decode=decode, compactor=compactor, pool_plan=pool_plan, seed_source=seed_source)
 
     @property
     def max_model_len(self) -> int:
@@ -144,6 +178,8 @@ class Engine:
         self._arrivals += 1
         self._open[request.id] = sequence
         self.scheduler.add(sequence)
+        if self._recorder is not None:
+            self._recorder.submitted(request, seed=sequence.seed)
 
     def abort(self, request_id: str) -> None:
         """Drop a request whatever its state: row and blocks are free at once, its event comes with the next step."""
@@ -153,29 +189,35 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One token for each request that has a row."""
-        open_before = set(self._open)
-        self.steps += 1
-        # 1. Say what was aborted since the last step.
-        events = [Event(request_id, None, "abort") for request_id in self._aborted]
-        self._aborted.clear()
-        # 2. Who runs: grow, compact, admit.
-        output = self.scheduler.schedule()
-        self._check_schedule(output)
-        if output.rows:
-            # 3. Newcomers compute their whole prompt (and answer, when they were preempted).
-            parts = [self._prefill(output)] if output.admitted else []
-            # 4. Those that were running already compute their last token.
-            parts += [self._decode(output.decode_rows)] if output.decode_rows else []
-            # 5. Every row chooses its next token at once.
-            sampled = self._sample(torch.cat(parts), output.rows)
-            # 6. Tokens join their sequences; rows and blocks of those that ended are free again.
-            events += self._commit(output.rows, sampled)
-        # 7. Close what ended.
-        for event in events:
-            if event.finish_reason is not None:
-                del self._open[event.request_id]
-        self._check_step(events, open_before)
-        return events
+        if self._recorder is None:
+            return self._step(unheard)
+        return self._recorder.record(self._step, number=self.steps + 1)
+
+    def record_steps(self, on_step: Callable[[StepRecord], None] | None) -> None:
+        """Hand a record of each step to `on_step` from now on; None ends that, and with it all that it cost.
+
+        Raises:
+            ValueError: a request is open, so that the records would begin in the middle of it.
+        """
+        if on_step is not None and self._open:
+            raise ValueError(f"on_step: {len(self._open)} requests are open, records begin on an idle engine")
+        self._recorder = None
+        if on_step is not None:
+            self._recorder = StepRecorder(
+                on_step, scheduler=self.scheduler, cache=self.cache, decode=self.decode, clock=time.perf_counter_ns
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """The facts of start-up: limits, memory plan, switches and warm list."""
+        compactor = self.scheduler.compactor
+        return {
+            "name": "fast",
+            "dtype": str(self.forward.dtype),
+            "max_model_len": self.max_model_len,
+            "rows": "free" if compactor is None else compactor.mode,
+            "pool": None if self.pool_plan is None else self.pool_plan.as_dict(),
+            "decode": self.decode.describe(),
+        }
 
     def stats(self) -> dict[str, Any]:
         """Requests, K/V in tokens and blocks, and what was computed so far; always current, no step needed."""
@@ -191,18 +233,69 @@ class Engine:
             "num_blocks": self.cache.allocator.num_blocks,
             "preemptions": self.scheduler.preemptions,
             "steps": self.steps,
-            "decode_steps": self.decode_steps,
             "prefill_tokens": self.prefill_tokens,
-            "decode_tokens": self.decode_tokens,
+            "moves": 0 if self.scheduler.compactor is None else self.scheduler.compactor.moves,
+            **self.decode.stats(),
         }
+
+    def warm_decode(
+        self, *, max_rows: int | None = None, max_width: int | None = None, budget_bytes: int | None = None
+    ) -> WarmupReport:
+        """Compile and record what the switches ask for, before the first request; see `DecodePath.warm`."""
+        return self.decode.warm(max_rows=max_rows, max_width=max_width, budget_bytes=budget_bytes)
 
     def generate(self, requests: list[Request]) -> list[Completion]:
         """Run requests to their end on an idle engine; see `reference.request.generate`."""
         return contract.generate(self, requests)
 
+    def _step(self, mark: Mark) -> list[Event]:
+        self.steps += 1
+        # 1. Say what was aborted since the last step.
+        events = [Event(request_id, None, "abort") for request_id in self._aborted]
+        self._aborted.clear()
+        # 2. Who runs: grow, compact, admit.
+        output = self.scheduler.schedule()
+        self._check_schedule(output)
+        mark("schedule", output)
+        if output.rows:
+            # 3. Newcomers compute their whole prompt (and answer, when they were preempted).
+            parts = [self._prefill(output)] if output.admitted else []
+            mark("prefill")
+            # 4. Those that were running already compute their last token.
+            parts += [self._decode(output.decode_rows)] if output.decode_rows else []
+            mark("decode")
+            # 5. Every row chooses its next token at once.
+            sampled = self._sample(torch.cat(parts), output.rows)
+            mark("sample")
+            # 6. Tokens join their sequences; rows and blocks of those that ended are free again.
+            events += self._commit(output.rows, sampled)
+        # 7. Close what ended.
+        open_before = self._open_among(events)
+        for event in events:
+            if event.finish_reason is not None:
+                del self._open[event.request_id]
+        self._check_step(events, open_before)
+        mark("commit")
+        return events
+
     def _move_row(self, move: RowMove) -> None:
         self.cache.move_row(src=move.src, dst=move.dst)
         self.rows.move(src=move.src, dst=move.dst)
+
+    def _snapshot(self) -> dict[int, dict[str, object]]:
+        """All that each occupied row owns, as plain values that no later move can change."""
+        table = self.cache.slot_table
+        owned: dict[int, dict[str, object]] = {}
+        for row, sequence in self.scheduler.running.items():
+            columns = {c.name: getattr(self.rows, c.name)[row] for c in self.rows.columns()}
+            owned[row] = {
+                "id": sequence.request.id,
+                "tokens": tuple(sequence.tokens),
+                "blocks": tuple(self.cache.tables[row].blocks),
+                "slots": tuple(table.slots[row, : table.length(row)].tolist()),
+                **{name: v.item() if isinstance(v, np.generic) else id(v) for name, v in columns.items()},
+            }
+        return owned
 
     def _prefill(self, output: SchedulerOutput) -> Tensor:  # [A, V]
         chunks = []
@@ -213,30 +306,13 @@ class Engine:
         return self.forward.prefill(chunks, self.cache)
 
     def _decode(self, rows: tuple[int, ...]) -> Tensor:  # [R, V]
-        plan = plan_decode(
-            tables=self.cache.tables,
-            slot_table=self.cache.slot_table,
-            rows=rows,
-            input_ids=[self.scheduler.running[row].tokens[-1] for row in rows],
-            sink_slot=self.cache.sink_slot,
-        )
-        if enabled(FULL):
-            check_mapping_follows_tables(
-                slot_mapping=plan.slot_mapping[: len(rows)],
-                context_lens=plan.context_lens[: len(rows)],
-                tables=[self.cache.tables[row].blocks for row in rows],
-                block_size=self.cache.block_size,
-            )
-        self.decode_steps += 1
-        self.decode_tokens += len(rows)
-        return self.forward.decode(plan, self.cache)[: len(rows)]
+        return self.decode.run(rows, [self.scheduler.running[row].tokens[-1] for row in rows])
 
     def _sample(self, logits: Tensor, rows: tuple[int, ...]) -> Sampled:  # [R, V]
         # Two counts of the same thing that cannot lean on each other: K/V stored, and tokens the request holds.
         stored = [self.cache.tables[row].length for row in rows]
         known = [len(self.scheduler.running[row].tokens) for row in rows]
         check_tokens_cached(cached_tokens=stored, known_tokens=known)
-        check_draw_position(positions=stored, known_tokens=known)
         check_rows_follow_requests(
             rows={row: sequence.request.id for row, sequence in self.scheduler.running.items()},
             state={row: self.rows.request_id(row) for row in self.scheduler.running},
@@ -269,6 +345,8 @@ class Engine:
             max_model_len=self.max_model_len,
             finished=reason is not None,
         )
+        if reason == "stop":
+            check_end_allowed(output_tokens=sequence.num_generated, min_tokens=sequence.request.params.min_tokens)
         return reason
 
     def _check_schedule(self, output: SchedulerOutput) -> None:
@@ -280,7 +358,7 @@ class Engine:
         check_ends_once(
             events=[(event.request_id, event.finish_reason) for event in events],
             open_before=open_before,
-            open_after=self._open.keys(),
+            open_after=self._open_among(events),
         )
         check_tables_cover(
             lengths=[table.length for table in self.cache.tables],
@@ -288,15 +366,27 @@ class Engine:
             block_size=self.cache.block_size,
         )
         self._check_blocks()
+        slot_table = self.cache.slot_table
+        check_resyncs_bounded(resyncs=slot_table.resyncs, tenancies=self.cache.tenancies)
+        check_rebuild_bounded(
+            cells_written=slot_table.written_cells,
+            tokens_appended=self.cache.prefilled_tokens + slot_table.appended_cells,
+        )
         if enabled(FULL):
             check_vacated_rows_neutral(
                 dirty={row: self.rows.dirty_columns(row) for row in self.scheduler.free_rows},
                 total=self.cache.max_batch_size,
             )
 
+    def _open_among(self, events: list[Event]) -> set[str]:
+        """The open requests that the gate sees: all at full, else those that spoke, for a queue can be long."""
+        spoke = {event.request_id for event in events}
+        return set(self._open) if enabled(FULL) else {name for name in spoke if name in self._open}
+
     def _check_blocks(self) -> None:
         allocator = self.cache.allocator
-        check_blocks_conserved(free=allocator.num_free, owned=allocator.num_owned, total=allocator.num_blocks)
+        owned = allocator.recount_owned() if enabled(FULL) else allocator.num_owned
+        check_blocks_conserved(free=allocator.num_free, owned=owned, total=allocator.num_blocks)
         if enabled(FULL):  # every block id held, so not flat in the histories: tests and traces only
             check_owned_once(
                 tables={row: table.blocks for row, table in enumerate(self.cache.tables)},

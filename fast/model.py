@@ -28,12 +28,16 @@ Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
 Attend = Callable[[int, Tensor], Tensor]  # (layer, q [T, H, D]) -> [T, H, D]
 
 
-def plain_linear(
-    weight: Tensor,  # [out, in]
-    bias: Tensor | None,  # [out]
-) -> Linear:
-    """The linear layer as torch has it."""
-    return lambda x: F.linear(x, weight, bias)
+@dataclass(frozen=True, slots=True)
+class PlainLinear:
+    """The linear layer as torch has it; its tensors stay readable, so a compiler can take them as arguments."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None  # [out]
+
+    def __call__(self, x: Tensor) -> Tensor:  # [T, in] -> [T, out]
+        """x times the weight's transpose, plus the bias."""
+        return F.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class Layer:
     """One transformer block, q/k/v and gate/up fused. M hidden, F feed-forward, H and K heads of size D."""
 
     input_norm: Tensor  # [M]
@@ -74,7 +78,7 @@ class Forward:
         max_positions: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        linear: Callable[[Tensor, Tensor | None], Linear] = plain_linear,
+        linear: Callable[[Tensor, Tensor | None], Linear] = PlainLinear,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -124,33 +128,88 @@ class Forward:
         attend: Attend,
     ) -> Tensor:  # [T, M]
         config = self.config
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        cos, sin = self.cos[positions][:, None, :], self.sin[positions][:, None, :]  # [T, 1, D/2]
+        cos, sin = self.rope(positions)
         hidden = self.embedding[input_ids]
         for index, layer in enumerate(self.layers):
-            q, k, v = layer.qkv(self._norm(hidden, layer.input_norm)).split([q_size, kv_size, kv_size], dim=-1)
-            q, k, v = (x.unflatten(-1, (-1, config.head_dim)) for x in (q, k, v))  # [T, H or K, D]
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            q, k, v = attention_inputs(
+                hidden,
+                cos,
+                sin,
+                norm=layer.input_norm,
+                qkv=layer.qkv,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                config=config,
+            )
             # Written before it is read: a token attends to itself, and to earlier chunks, through the pool alone.
             cache.write(index, k, v, writes)
-            hidden = hidden + layer.output(attend(index, q).flatten(1))
-            gate, up = layer.gate_up(self._norm(hidden, layer.post_norm)).chunk(2, dim=-1)
-            hidden = hidden + layer.down(F.silu(gate) * up)
+            hidden = layer_output(
+                hidden,
+                attend(index, q),
+                output=layer.output,
+                norm=layer.post_norm,
+                gate_up=layer.gate_up,
+                down=layer.down,
+                eps=config.rms_norm_eps,
+            )
         return hidden
 
-    def _logits(self, hidden: Tensor) -> Tensor:  # [T, M] -> [T, V]
-        return self.lm_head(self._norm(hidden, self.final_norm))
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:  # [T] -> [T, 1, D/2] each
+        """Cosine and sine of T positions, with a dimension for the heads."""
+        return self.cos[positions][:, None, :], self.sin[positions][:, None, :]
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:  # [..., M], [M] -> [..., M]
-        """RMSNorm (Zhang and Sennrich 2019), the mean taken in at least float32."""
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps)
-        return (wide * scale).to(x.dtype) * weight
+    def _logits(self, hidden: Tensor) -> Tensor:  # [T, M] -> [T, V]
+        return self.lm_head(rms_norm(hidden, self.final_norm, self.config.rms_norm_eps))
 
     def _ids(self, values: list[int] | tuple[int, ...]) -> Tensor:  # [n]
         return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def attention_inputs(
+    hidden: Tensor,  # [T, M]
+    cos: Tensor,  # [T, 1, D/2]
+    sin: Tensor,  # [T, 1, D/2]
+    *,
+    norm: Tensor,  # [M]
+    qkv: Linear,  # M -> (H + 2K) * D
+    q_norm: Tensor | None,  # [D]
+    k_norm: Tensor | None,  # [D]
+    config: ModelConfig,
+) -> tuple[Tensor, Tensor, Tensor]:  # [T, H, D], [T, K, D], [T, K, D]
+    """A layer up to its attention, pure: q and k normed and turned, v as it is."""
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    fused = qkv(rms_norm(hidden, norm, config.rms_norm_eps))
+    q, k, v = (x.unflatten(-1, (-1, config.head_dim)) for x in fused.split([q_size, kv_size, kv_size], dim=-1))
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, config.rms_norm_eps), rms_norm(k, k_norm, config.rms_norm_eps)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+
+def layer_output(
+    hidden: Tensor,  # [T, M]
+    attended: Tensor,  # [T, H, D]
+    *,
+    output: Linear,  # H * D -> M
+    norm: Tensor,  # [M]
+    gate_up: Linear,  # M -> 2F
+    down: Linear,  # F -> M
+    eps: float,
+) -> Tensor:  # [T, M]
+    """A layer from its attention on, pure: output projection, then the gated feed-forward."""
+    hidden = hidden + output(attended.flatten(1))
+    gate, up = gate_up(rms_norm(hidden, norm, eps)).chunk(2, dim=-1)
+    return hidden + down(F.silu(gate) * up)
+
+
+def rms_norm(
+    x: Tensor,  # [..., M]
+    weight: Tensor,  # [M]
+    eps: float,
+) -> Tensor:  # [..., M]
+    """RMSNorm (Zhang and Sennrich 2019), the mean taken in at least float32."""
+    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
 
 
 def _fuse(
@@ -158,7 +217,7 @@ def _fuse(
     dtype: torch.dtype,
     device: torch.device,
     linear: Callable[[Tensor, Tensor | None], Linear],
-) -> _Layer:
+) -> Layer:
     def cast(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(device, dtype)
 
@@ -168,7 +227,7 @@ def _fuse(
         bias = torch.cat(present).to(device, dtype) if present else None
         return linear(torch.cat(weights).to(device, dtype), bias)
 
-    return _Layer(
+    return Layer(
         input_norm=layer.input_norm.to(device, dtype),
         qkv=fused([layer.q, layer.k, layer.v], [layer.q_bias, layer.k_bias, layer.v_bias]),
         output=fused([layer.output], [layer.output_bias]),

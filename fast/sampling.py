@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fast.rows import Rows
 from gates import FULL, enabled
-from gates.sampling import check_kept_set, check_token_allowed
+from gates.sampling import check_draw_position, check_kept_set, check_token_allowed
 from reference.request import LOGPROB_FLOOR, TokenLogprobs
 
 Floats = NDArray[np.float64]
@@ -48,6 +48,8 @@ def sample_rows(
 ) -> Sampled:
     """Choose one token a row by the order of work that `SamplingParams` states."""
     at = np.asarray(index, np.int64)
+    known = [len(rows.sequence[row].tokens) for row in index]
+    check_draw_position(positions=positions, known_tokens=known)
     raw = _host(logits)
     peak = raw.max(axis=1)  # hands a NaN on
     usable, masked = peak < np.inf, peak == -np.inf

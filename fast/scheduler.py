@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fast.cache import BatchedPagedKVCache
 from fast.compact import RowCompactor, RowMove
 from fast.rows import Sequence
-from gates.scheduler import check_earliest_kept, check_queue_order, check_rows_accounted
+from gates.blocks import check_blocks_conserved
+from gates.compact import check_compaction_right, check_moves_amortised
+from gates.core import FULL, enabled
+from gates.scheduler import check_earliest_kept, check_preempted_wait, check_queue_order, check_rows_accounted
+from gates.slots import check_vacated_unmirrored
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,8 @@ class Scheduler:
     """First come, first served, over one block pool and `cache.max_batch_size` rows.
 
     `on_admit(row, sequence)` and `on_release(row)` let the owner keep per-row state in step with the rows. The
-    `compactor` is plugged in by the owner; without one, rows stay where they were handed out.
+    `compactor` is plugged in by the owner; without one, rows stay where they were handed out. `snapshot` copies all
+    that each occupied row owns as plain values, by column name, for the gate around a compaction.
     """
 
     def __init__(
@@ -52,14 +57,17 @@ class Scheduler:
         compactor: RowCompactor | None = None,
         on_admit: Callable[[int, Sequence], None] | None = None,
         on_release: Callable[[int], None] | None = None,
+        snapshot: Callable[[], Mapping[int, Mapping[str, object]]] | None = None,
     ) -> None:
         self.cache = cache
         self.compactor = compactor
         self.on_admit = on_admit
         self.on_release = on_release
+        self.snapshot = snapshot
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.preemptions = 0
+        self.releases = 0  # rows vacated, by an end, an abort or a preemption
         self._free_rows = list(range(cache.max_batch_size))  # a heap: the lowest free row goes first
 
     @property
@@ -87,9 +95,11 @@ class Scheduler:
         admitted = () if preempted else self._admit()
         check_queue_order(
             running=[sequence.arrival for sequence in self.running.values()],
-            waiting=[sequence.arrival for sequence in self.waiting],
+            waiting=self._waiting_arrivals(),
         )
         check_rows_accounted(free=self._free_rows, running=list(self.running), total=self.cache.max_batch_size)
+        check_preempted_wait(preempted=[s.arrival for s in preempted], admitted=[s.arrival for s in admitted])
+        self._check_storage()
         admitted_rows = tuple(sequence.row for sequence in admitted if sequence.row is not None)
         return SchedulerOutput(admitted, admitted_rows, decode_rows, preempted, moves)
 
@@ -116,6 +126,8 @@ class Scheduler:
 
     def _grow_one(self, row: int) -> bool:
         table = self.cache.tables[row]
+        if table.length < table.capacity:
+            return True
         if table.blocks_short(table.length + 1) > self.cache.allocator.num_free:
             return False
         self.cache.grow_row(row, table.length + 1)
@@ -131,14 +143,24 @@ class Scheduler:
     def _compact(self) -> tuple[RowMove, ...]:
         if self.compactor is None:
             return ()
+        before = self.snapshot() if self.snapshot is not None and enabled(FULL) else None
         moves = self.compactor.compact(sorted(self.running))
+        check_moves_amortised(moves=self.compactor.moves, releases=self.releases)
         for move in moves:
             sequence = self.running.pop(move.src)
             sequence.row = move.dst
             self.running[move.dst] = sequence
         if moves:
             self._free_rows = [row for row in range(self.cache.max_batch_size) if row not in self.running]
+        if before is not None and self.snapshot is not None:
+            pairs = [(move.src, move.dst) for move in moves]
+            check_compaction_right(before=before, after=self.snapshot(), moves=pairs)
         return moves
+
+    def _waiting_arrivals(self) -> list[int]:
+        """The queue as the gate sees it: all of it at full, else its two ends, for it can be a day's work long."""
+        shown = self.waiting if enabled(FULL) or len(self.waiting) < 3 else (self.waiting[0], self.waiting[-1])
+        return [sequence.arrival for sequence in shown]
 
     def _admit(self) -> tuple[Sequence, ...]:
         admitted: list[Sequence] = []
@@ -159,12 +181,22 @@ class Scheduler:
         if self.on_admit is not None:
             self.on_admit(row, sequence)
 
+    def _check_storage(self) -> None:
+        """What the block tables hold, counted here, against what the allocator and the mirror say."""
+        tables, allocator = self.cache.tables, self.cache.allocator
+        # What the tables hold and not what the allocator calls owned: a block that both sides dropped is in neither.
+        held = sum(len(table.blocks) for table in tables)
+        check_blocks_conserved(free=allocator.num_free, owned=held, total=allocator.num_blocks)
+        mirrored = self.cache.slot_table.lengths(range(len(tables)))
+        check_vacated_unmirrored(mirrored=mirrored, stored=[table.length for table in tables])
+
     def _vacate(self, sequence: Sequence) -> None:
         row = sequence.row
         if row is None:
             raise ValueError(f"request {sequence.request.id!r} sits in no row")
         self.cache.free(row)
         del self.running[row]
+        self.releases += 1
         sequence.row = None
         heapq.heappush(self._free_rows, row)
         if self.on_release is not None:

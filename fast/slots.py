@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fast.blocks import BlockTable
+from gates.slots import check_gather_narrow
 
 CELL_BYTES = 8  # one int64
 
@@ -240,7 +241,10 @@ class SlotTable:
                 torch.index_select(source, 0, index, out=self._gathered[: len(rows), :width])
             return self._gathered[:total, :width]
         # A padded row has length 0, so it may repeat any row; row 0 always exists.
-        return source.index_select(0, torch.nn.functional.pad(index, (0, pad_rows)))
+        copied = source.index_select(0, torch.nn.functional.pad(index, (0, pad_rows)))
+        storage = copied.untyped_storage().nbytes() // CELL_BYTES
+        check_gather_narrow(copied_cells=storage, read_cells=copied.numel())
+        return copied
 
     def to(self, device: torch.device | str) -> SlotTable:
         """Move to another device. This reallocates: no window taken before it is the table's any more."""

@@ -22,6 +22,16 @@ def check_blocks_conserved(*, free: int, owned: int, total: int) -> None:
     require(free + owned == total, f"{free} free + {owned} owned = {free + owned} blocks, the pool has {total}")
 
 
+@gate("blocks.sink_outside")
+def check_sink_outside(*, sink_slot: int, num_blocks: int, block_size: int, pool_slots: int) -> None:
+    """The sink is a slot of the pool, and of no block: padding has a place to write that nobody can be given."""
+    last = num_blocks * block_size - 1
+    require(
+        last < sink_slot < pool_slots,
+        f"the sink is slot {sink_slot}, blocks name 0..{last}, the pool has {pool_slots} slots",
+    )
+
+
 @gate("blocks.owned_once")
 def check_owned_once(*, tables: Mapping[int, Sequence[int]] | Mapping[str, Sequence[int]], num_blocks: int) -> None:
     """No block stands in two tables, nor twice in one, and every id names a block of the pool (0..num_blocks-1)."""

@@ -34,6 +34,19 @@ def check_pad_inert(
     require(not lost, _lines(f"no real row writes to the sink, slot {sink_slot}", lost, writes))
 
 
+@gate("buckets.pad_finite", at=FULL)
+def check_pad_finite(*, logits: Tensor, pad_rows: int) -> None:  # logits: [N, V]
+    """Padded rows give finite logits whenever the real rows do.
+
+    Nobody reads them, until a scale, a quantised matrix product or an expert router takes a maximum over the batch.
+    """
+    finite = logits.isfinite().all(dim=1).tolist()
+    real = len(finite) - pad_rows
+    if all(finite[:real]):  # a model that gives NaN to everybody has another fault
+        bad = [line for line in range(real, len(finite)) if not finite[line]]
+        require(not bad, f"logits of padded rows are not finite, first at line {bad[:1]} [{len(bad)} of {pad_rows}]")
+
+
 @gate("buckets.covers", at=CHEAP)
 def check_bucket_covers(*, axis: str, sizes: Sequence[int], limit: int, mapped: Sequence[int]) -> None:
     """Every count 1..`limit` maps to the smallest size that takes it; `mapped[i]` is what count i + 1 maps to.

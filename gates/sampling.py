@@ -41,6 +41,17 @@ def check_token_allowed(*, token_ids: Sequence[int], vocab_size: int, forbidden_
         require_rows(early, len(token_ids), fact)
 
 
+@gate("sampling.end_allowed", at=CHEAP)
+def check_end_allowed(*, output_tokens: int, min_tokens: int) -> None:
+    """An answer that a token ended has more than `min_tokens` tokens, that one counted.
+
+    Asked where answers end and not where ids are masked: a mask that lacks an id allows it, and agrees with itself.
+    """
+    require(
+        output_tokens > min_tokens, f"the answer was ended by its token {output_tokens}, min_tokens is {min_tokens}"
+    )
+
+
 @gate("sampling.kept_set", at=FULL)
 def check_kept_set(*, num_kept: int, top_k: int) -> None:
     """Of a row's tokens, at least one is left to draw from, and at most `top_k` when that is on (not 0)."""

@@ -16,17 +16,21 @@ from gates.core import FULL, gate, require, require_rows
 @gate("scheduler.rows_accounted")
 def check_rows_accounted(*, free: Sequence[int], running: Sequence[int], total: int) -> None:
     """Free rows and running rows together are rows 0..total-1, each once: no row is lost or held twice."""
-    both = sorted(set(free) & set(running))
+    idle, busy = set(free), set(running)
+    both = sorted(idle & busy)
     require_rows(both, total, f"row {both[0] if both else ''} is free and running")
-    require(len(set(free)) == len(free), f"{len(free)} free rows name only {len(set(free))} rows")
-    missing = [row for row in range(total) if row not in set(free) | set(running)]
+    require(len(idle) == len(free), f"{len(free)} free rows name only {len(idle)} rows")
+    missing = sorted(set(range(total)) - idle - busy)
     require_rows(missing, total, "a row is neither free nor running")
     require(len(free) + len(running) == total, f"{len(free)} free + {len(running)} running rows, the batch has {total}")
 
 
 @gate("scheduler.queue_order")
 def check_queue_order(*, running: Sequence[int], waiting: Sequence[int]) -> None:
-    """Nobody jumped the queue: arrivals wait in order, and every running one came before every waiting one."""
+    """Nobody jumped the queue: arrivals wait in order, and every running one came before every waiting one.
+
+    `waiting` may be the two ends of the queue alone, which is what a server can afford to look at in every step.
+    """
     for first, second in zip(waiting, list(waiting)[1:], strict=False):
         require(first < second, f"arrival {first} waits ahead of arrival {second}")
     if running and waiting:
@@ -37,6 +41,16 @@ def check_queue_order(*, running: Sequence[int], waiting: Sequence[int]) -> None
 def check_earliest_kept(*, earliest: int, preempted: Sequence[int]) -> None:
     """The earliest running arrival is not among the preempted: it always advances, so there is no livelock."""
     require(earliest not in preempted, f"arrival {earliest} is the earliest running and was preempted")
+
+
+@gate("scheduler.preempted_wait")
+def check_preempted_wait(*, preempted: Sequence[int], admitted: Sequence[int]) -> None:
+    """Nobody is preempted and admitted in one step (arrivals): that pays for a prefill and gains nothing.
+
+    Every token stays right, so no comparison of answers shows it: only this does.
+    """
+    both = sorted(set(preempted) & set(admitted))
+    require(not both, f"arrival {both[:1]} is preempted and admitted in one step [{len(both)} of {len(preempted)}]")
 
 
 @gate("scheduler.decode_room")

@@ -40,6 +40,27 @@ def check_slots_agree(
             )
 
 
+@gate("slots.vacated", at=CHEAP)
+def check_vacated_unmirrored(*, mirrored: Sequence[int], stored: Sequence[int]) -> None:
+    """A row whose block table is empty mirrors no token: what it kept would pass for a next tenant of that length.
+
+    An occupied row may lag behind its table until the next sync, which sees it by the length.
+    """
+    require(len(mirrored) == len(stored), f"{len(mirrored)} rows mirrored, {len(stored)} block tables")
+    bad = [row for row, (held, tokens) in enumerate(zip(mirrored, stored, strict=True)) if held and not tokens]
+    if bad:
+        require_rows(bad, len(stored), f"row {bad[0]} is empty and mirrors {mirrored[bad[0]]} tokens")
+
+
+@gate("slots.gather_narrow", at=CHEAP)
+def check_gather_narrow(*, copied_cells: int, read_cells: int) -> None:
+    """A gather copies the cells that are read and no other, for its price is the copy."""
+    require(
+        copied_cells == read_cells,
+        f"{copied_cells:,} cells were copied to read {read_cells:,}; narrow to the width before the gather",
+    )
+
+
 @gate("slots.window", at=CHEAP)
 def check_mapping_is_window(
     *,

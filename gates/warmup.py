@@ -9,6 +9,7 @@ Proof: tests/test_warmup.py. Story: warmup.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -76,6 +77,16 @@ def check_all_warm(*, wanted: Iterable[Shape], recorded: Iterable[Shape]) -> Non
     missing, extra = sorted(wanted_set - recorded_set), sorted(recorded_set - wanted_set)
     require(not missing, f"{len(wanted_set)} shapes in the warm list, {len(missing)} not recorded: first {missing[:1]}")
     require(not extra, f"{len(extra)} shapes recorded that the warm list does not hold: first {extra[:1]}")
+
+
+@gate("warmup.biggest_first", at=CHEAP)
+def check_biggest_first(*, shapes: Sequence[Shape]) -> None:
+    """Recordings that share one pool are made in falling size, so that the pool is allocated once."""
+    for (rows, width), (next_rows, next_width) in pairwise(shapes):
+        require(
+            rows * width >= next_rows * next_width,
+            f"(rows, width) {(rows, width)} is recorded before {(next_rows, next_width)}, which needs a larger pool",
+        )
 
 
 @gate("warmup.budget", at=CHEAP)

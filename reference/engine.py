@@ -143,6 +143,10 @@ class Engine:
         )
         return events
 
+    def describe(self) -> dict[str, Any]:
+        """The facts of start-up."""
+        return {"name": "reference", "dtype": str(self.model.dtype), "max_model_len": self.max_model_len}
+
     def stats(self) -> dict[str, Any]:
         """Requests and K/V in use, in tokens. There is room for one request, so the capacity is its limit."""
         cache = self._running.cache if self._running is not None else None

@@ -189,6 +189,9 @@ class Engine(Protocol):
     def step(self) -> list[Event]:
         """Advance the open requests by one token each, as far as the engine's policy allows."""
 
+    def describe(self) -> dict[str, Any]:
+        """What was decided at start-up and does not change: engine, limits, switches, memory; plain values."""
+
     def stats(self) -> dict[str, Any]:
         """Counts for people and metrics: at least `running`, `waiting`, `kv_tokens`, `kv_capacity_tokens`."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -43,6 +44,7 @@ from serve.ticket import Ticket
 
 B = TypeVar("B", bound=SamplingBody)
 
+HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # JSON can spell half a surrogate pair, which UTF-8 cannot hold
 CLIENT_CLOSED_REQUEST = 499  # nginx's number for an answer that nobody waits for
 
 
@@ -65,7 +67,14 @@ def build_app(
     raised; the process is then of no use and its owner should end it.
     """
     loop = EngineLoop(engine, max_open=max_open, stuck_after_s=stuck_after_s, on_death=on_death)
-    api = Api(loop, tokenizer, model_name=model_name, max_model_len=engine.max_model_len, max_body_bytes=max_body_bytes)
+    api = Api(
+        loop,
+        tokenizer,
+        model_name=model_name,
+        max_model_len=engine.max_model_len,
+        max_body_bytes=max_body_bytes,
+        boot=engine.describe(),
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -93,7 +102,14 @@ class Api:
     """The handlers, and what they share."""
 
     def __init__(
-        self, loop: EngineLoop, tokenizer: Tokenizer, *, model_name: str, max_model_len: int, max_body_bytes: int
+        self,
+        loop: EngineLoop,
+        tokenizer: Tokenizer,
+        *,
+        model_name: str,
+        max_model_len: int,
+        max_body_bytes: int,
+        boot: dict[str, Any],
     ) -> None:
         self._loop = loop
         self._tokenizer = tokenizer
@@ -101,6 +117,7 @@ class Api:
         self._max_model_len = max_model_len
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
+        self._boot = boot
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`."""
@@ -136,9 +153,10 @@ class Api:
         return _json_response(self._model_object())
 
     async def health(self) -> Response:
-        """`GET /health`: 200 while requests are taken, else 503; the engine's counts either way."""
+        """`GET /health`: 200 while requests are taken, else 503; counts now, and what start-up decided."""
         status = self._loop.status
         state = {"status": status, "model": self._model_name, "open": self._loop.num_open, "engine": self._loop.stats}
+        state["boot"] = self._boot
         return _json_response(state, status=200 if status == "ok" else 503)
 
     async def _body(self, request: Request, kind: type[B]) -> B:
@@ -201,7 +219,13 @@ async def read_json(request: Request, *, max_bytes: int) -> Any:
     except ClientDisconnect:
         raise ClientGone from None
     try:
-        return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        text = data.decode("utf-8")
+        value = json.loads(text, parse_constant=_refuse_constant)
+        if HALF_PAIR.search(text):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
+    except UnicodeEncodeError:
+        raise bad_request("body: a lone surrogate is not a character") from None
     except UnicodeDecodeError as error:
         raise bad_request(f"body: not UTF-8, byte {error.start} is {data[error.start]:#04x}") from None
     except (ValueError, RecursionError) as error:

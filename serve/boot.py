@@ -21,6 +21,7 @@ import torch
 from reference.request import Engine
 from serve.models import LoadedModel, load_model
 from serve.options import UsageError
+from serve.trace import attach_trace
 
 ENGINES = ("fast", "reference")
 SHUTDOWN_SECONDS = 5
@@ -36,11 +37,22 @@ def build_engine(
     kv_cache_bytes: int = 2**30,
     max_model_len: int | None = None,
     dtype: torch.dtype = torch.float32,
+    bucket_decode: bool = False,
+    persist_inputs: bool = False,
+    capture_decode: bool = False,
+    compact_rows: bool = False,
+    gather_rows: bool = False,
+    width_multiple: int = 128,
+    warm_rows: int | None = None,
+    warm_width: int | None = None,
 ) -> Engine:
-    """An idle engine over a loaded model. `dtype` is what it computes in; the reference has no batch and no pool.
+    """An idle engine over a loaded model, warm when it captures. `dtype` is what it computes in.
+
+    The switches stay apart here: only the command line bundles them. The reference has no batch, no pool and none
+    of them.
 
     Raises:
-        ValueError: the engine's name, or a size that cannot work, with the range allowed.
+        ValueError: the engine's name, or a size or switch that cannot work, with the range allowed.
     """
     if engine == "reference":
         from reference.engine import Engine as ReferenceEngine
@@ -49,7 +61,7 @@ def build_engine(
     if engine == "fast":
         from fast.engine import Engine as FastEngine
 
-        return FastEngine.build(
+        fast = FastEngine.build(
             loaded.config,
             loaded.weights,
             max_batch_size=max_batch_size,
@@ -57,7 +69,18 @@ def build_engine(
             kv_bytes=kv_cache_bytes,
             max_model_len=max_model_len,
             dtype=dtype,
+            bucket_decode=bucket_decode,
+            persist_inputs=persist_inputs,
+            capture_decode=capture_decode,
+            compact_rows=compact_rows,
+            gather_rows=gather_rows,
+            width_multiple=width_multiple,
         )
+        # After the pool is planned and allocated, before anybody can ask for anything.
+        if capture_decode:
+            report = fast.warm_decode(max_rows=warm_rows, max_width=warm_width)
+            print(report.render(), file=sys.stderr)
+        return fast
     raise ValueError(f"engine: {engine!r} is not one of {', '.join(ENGINES)}")
 
 
@@ -81,6 +104,10 @@ def boot(args: argparse.Namespace) -> tuple[LoadedModel, Engine]:
             kv_cache_bytes=args.kv_cache_memory,
             max_model_len=args.max_model_len,
             dtype=getattr(torch, args.dtype),
+            width_multiple=args.width_multiple,
+            warm_rows=args.warm_rows,
+            warm_width=args.warm_width,
+            **switches(args),
         )
     except ValueError as error:
         raise as_option(error) from error
@@ -90,7 +117,25 @@ def boot(args: argparse.Namespace) -> tuple[LoadedModel, Engine]:
         print(
             f"note: a request may have {engine.max_model_len:,} tokens, not {wanted:,}: {WHY_LOWERED}", file=sys.stderr
         )
+    if args.trace is not None:
+        attach_trace(engine, args.trace, model=args.model, config=loaded.config)
     return loaded, engine
+
+
+def switches(args: argparse.Namespace) -> dict[str, bool]:
+    """The one place where switches are bundled: `--cuda-graphs` means all that a recording needs to be of use.
+
+    `--persistent-batch` unset follows the capture; `--gather-rows` is the other way to keep rows at one address.
+    """
+    captures = args.cuda_graphs
+    persistent = captures and not args.gather_rows if args.persistent_batch is None else args.persistent_batch
+    return {
+        "bucket_decode": captures,
+        "persist_inputs": captures,
+        "capture_decode": captures,
+        "compact_rows": persistent,
+        "gather_rows": args.gather_rows,
+    }
 
 
 def as_option(error: ValueError) -> UsageError:

@@ -1,4 +1,4 @@
-"""The command line: `nanoserve serve | chat | generate | model | coverage`, also `python -m serve`.
+"""The command line: `nanoserve serve | chat | generate | model | coverage | trace`, also `python -m serve`.
 
 It reads arguments and names an engine; the work is in `serve.boot`, `serve.chat`, `serve.generate`, `serve.models` and
 `serve.fetch`, imported when a command needs them so that `--help` answers at once. A bad argument exits with 2 and a
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from reference.request import SEED_RANGE
 from serve.models import CATALOGUE, TINY_RANDOM, UnknownModel, home, installed, model_path
 from serve.options import UsageError, bias, integer, integers, num_bytes, number
+from serve.trace import add_trace_arguments, trace, trace_option
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MODEL_HELP = f"a model's name ({', '.join(CATALOGUE)}, {TINY_RANDOM}), a Hugging Face folder, a .gguf file, or a hub id"
@@ -87,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     _coverage_arguments(
         commands.add_parser("coverage", help="which decode steps replay a recording", allow_abbrev=False)
     )
+    add_trace_arguments(commands)
     return parser
 
 
@@ -99,6 +101,28 @@ def _engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-memory", type=num_bytes, default=2**30, metavar="SIZE", help="default: 1GiB")
     parser.add_argument("--max-model-len", type=integer(1), metavar="T", help="tokens; default: what the model allows")
     parser.add_argument("--threads", type=integer(1, 1024), metavar="N", help="CPU threads; default: torch's choice")
+    _decode_arguments(parser)
+    trace_option(parser)
+
+
+def _decode_arguments(parser: argparse.ArgumentParser) -> None:
+    add, on_off = parser.add_argument, argparse.BooleanOptionalAction
+    add(
+        "--cuda-graphs",
+        action=on_off,
+        default=True,
+        help="record every decode shape at start-up and replay it: CUDA graphs on a GPU, kept calls on a CPU",
+    )
+    add(
+        "--persistent-batch",
+        action=on_off,
+        default=None,
+        help="keep the running rows a prefix, so that every step can replay; default: as --cuda-graphs",
+    )
+    add("--gather-rows", action="store_true", help="leave rows in place and copy them to one address each step")
+    add("--warm-rows", type=integer(1), metavar="R", help="record no shape with more rows; default: all")
+    add("--warm-width", type=integer(1), metavar="W", help="record no shape wider than this; default: all")
+    add("--width-multiple", type=integer(1), default=128, metavar="W", help="stride of the widths; default: 128")
 
 
 def _serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -246,6 +270,7 @@ def _coverage(args: argparse.Namespace) -> int:
 
 
 COMMANDS = {"serve": _serve, "chat": _chat, "generate": _generate, "model": _model, "coverage": _coverage}
+COMMANDS |= {"trace": trace}
 
 
 def _megabytes(num_bytes: int) -> str:

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 log = logging.getLogger("nanoserve")
 
@@ -139,9 +140,30 @@ def install_error_handlers(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    async def anything(request: Request, error: Exception) -> Response:
-        return internal_error().response()
-
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(Exception, anything)
+    app.add_middleware(LastResort)
+
+
+class LastResort:
+    """Turns a fault of the server into a 500 and keeps the connection: the client's next request may be on it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app; answer in its place when it raised before it began to."""
+        begun = False
+
+        async def watch(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        except Exception:
+            if begun or scope["type"] != "http":
+                raise
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            await internal_error().response()(scope, receive, send)

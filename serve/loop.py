@@ -204,11 +204,14 @@ class EngineLoop:
                 self._admit(command)
             else:
                 self._drop(command)
+        events: list[Event] = []
         if self._engine.has_work or self._aborted:
             self._aborted = False
-            self._hand_over(self._engine.step())
+            events = self._engine.step()
+        # Before the events go out: whoever has read an answer's end finds it in the counts.
         if commands or not self._engine.has_work or time.monotonic() - self._stats_at > STATS_EVERY_S:
             self._stats, self._stats_at = dict(self._engine.stats()), time.monotonic()
+        self._hand_over(events)
         self._busy_since = None
 
     def _take(self, *, wait: bool) -> list[_Submit | _Abort | None]:

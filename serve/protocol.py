@@ -26,25 +26,14 @@ Prompt = str | list[str] | list[int] | list[list[int]]
 def checked_prompt(value: Any) -> Prompt:
     """A text, texts, token ids or lists of token ids; what remains to be computed is judged after tokenizing."""
     if isinstance(value, str):
-        return checked_text(value)
+        return value
     if isinstance(value, list) and value:
-        if all(isinstance(item, str) for item in value):
-            return [checked_text(item) for item in value]
-        if _all_integers(value):
+        if all(isinstance(item, str) for item in value) or _all_integers(value):
             return value
         if all(isinstance(item, list) and _all_integers(item) for item in value):
             return value
     shape = "empty list" if value == [] else type(value).__name__
     raise ValueError(f"{shape} is not a string, a list of strings, a list of token ids or a list of such lists")
-
-
-def checked_text(value: str) -> str:
-    """A string that UTF-8 can hold: JSON can spell half a surrogate pair, no tokenizer can read one."""
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError("the text holds a lone surrogate, which is not a character") from None
-    return value
 
 
 def checked_stop(value: Any) -> tuple[str, ...]:
@@ -53,7 +42,7 @@ def checked_stop(value: Any) -> tuple[str, ...]:
     ok = isinstance(strings, list | tuple) and all(isinstance(s, str) and s for s in strings)
     if not ok or len(strings) > MAX_STOPS:
         raise ValueError(f"not a non-empty string or a list of up to {MAX_STOPS} of them")
-    return tuple(checked_text(s) for s in strings)
+    return tuple(strings)
 
 
 def checked_bias(value: Any) -> dict[int, float]:
@@ -71,7 +60,7 @@ def checked_bias(value: Any) -> dict[int, float]:
 def checked_content(value: Any) -> str:
     """A message's text. Text parts are joined with a newline, as vLLM and llama.cpp do for templates that take text."""
     if isinstance(value, str):
-        return checked_text(value)
+        return value
     if not isinstance(value, list) or not value:
         raise ValueError("not a string or a non-empty list of text parts")
     texts = []
@@ -80,7 +69,7 @@ def checked_content(value: Any) -> str:
         if kind != "text" or not isinstance(part.get("text"), str) or set(part) != {"type", "text"}:
             what = f"part {index} of type {str(kind)[:40]!r}" if kind != "text" else f"part {index}"
             raise ValueError(f'{what} is not {{"type": "text", "text": "..."}}, the only kind of part supported')
-        texts.append(checked_text(part["text"]))
+        texts.append(part["text"])
     return "\n".join(texts)
 
 

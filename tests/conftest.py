@@ -1,4 +1,4 @@
-"""Test settings: gates at full, Hypothesis profiles, one torch thread count, and the shared tiny models."""
+"""Test settings: gates at full, Hypothesis profiles, and one torch thread a process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 os.environ.setdefault("NANOSERVE_GATES", "full")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# One thread a process: `make test` runs a process a core, and two pools of spinning threads starve each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

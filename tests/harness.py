@@ -1,26 +1,29 @@
-"""Tiny models, random traces, and the lockstep runner that holds the fast engine to the reference.
+"""Tiny models, and the lockstep runner that holds the fast engine to the reference.
 
 `TINY` is a two-layer model that runs in milliseconds; `tiny_config` varies it and `SHAPES` names the variations that
-lockstep runs over. A `Trace` is who arrives and who leaves at which step, over which limits; `traces` draws them;
-`lockstep` runs one through the fast engine and each of its requests through the reference alone, and compares token
-ids. A mismatch prints the trace as a short program that runs it again.
+lockstep runs over. `FastRun` (`tests/fast_run.py`) takes the fast engine through a `Trace` (`tests/traces.py`);
+`lockstep` compares each answer with the reference's, which runs that request alone. A failure prints the
+trace as a short program that runs it again. Random traces are in `tests/strategies.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
+from torch import Tensor
 
 from fast.engine import Engine
-from fast.model import Chunk, Forward
+from fast.model import Chunk
+from reference.cache import KVCache
 from reference.config import ModelConfig, RopeScaling
 from reference.engine import Engine as ReferenceEngine
-from reference.request import Completion, Request, SamplingParams
+from reference.request import Completion, Request, TokenLogprobs
 from reference.weights import ModelWeights, random_weights
+from tests.fast_run import Answer, FastRun
+from tests.traces import ARMS, Trace
 
 TINY = ModelConfig(
     architecture="llama",
@@ -71,265 +74,171 @@ def tiny_reference(shape: str = "gqa", *, max_model_len: int | None = None) -> R
     return ReferenceEngine(SHAPES[shape], tiny_weights(shape), max_model_len=max_model_len, dtype=torch.float64)
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """A request that is submitted right before step `step` (0-based)."""
-
-    step: int
-    request: Request
+UNNAMED_SEED = 77  # both engines give it to a request without a seed, so that its answer can be compared too
+# Largest difference of a log probability between two orders of summation; ids and ranks have to be equal.
+LOGPROB_BOUND = {"float64": 1e-9, "float32": 1e-4}
 
 
-@dataclass(frozen=True)
-class Trace:
-    """One run of the fast engine: its limits, who arrives and who is aborted right before which step."""
+@cache
+def model_of(shape: str) -> tuple[ModelConfig, ModelWeights]:
+    """A shape's config and weights; any other name is an installed model's."""
+    if shape in SHAPES:
+        return SHAPES[shape], tiny_weights(shape)
+    from serve.models import load_model
 
-    arrivals: tuple[Arrival, ...]
-    aborts: tuple[tuple[int, str], ...] = ()  # (step, request id)
-    shape: str = "gqa"
-    max_batch_size: int = 4
-    block_size: int = 4
-    num_blocks: int = 16
-    max_model_len: int = 40
-    options: tuple[tuple[str, Any], ...] = ()  # further arguments of Engine.build
-
-    def program(self) -> str:
-        """Python that runs this trace again."""
-        lines = ["from tests.harness import *", "lockstep(Trace(", "    arrivals=("]
-        for arrival in self.arrivals:
-            request = arrival.request
-            made = f"Request({request.prompt_ids}, {_render(request.params)}, {request.id!r})"
-            lines.append(f"        Arrival({arrival.step}, {made}),")
-        lines.append("    ),")
-        for column in fields(self):
-            value = getattr(self, column.name)
-            if column.name != "arrivals" and value != column.default:
-                lines.append(f"    {column.name}={value!r},")
-        return "\n".join([*lines, "))"])
+    loaded = load_model(shape)
+    return loaded.config, loaded.weights
 
 
-class LockstepError(AssertionError):
-    """The two engines disagree; the message says where, and ends with the program that shows it again."""
+def engine_of(trace: Trace) -> Engine:
+    """The fast engine of a trace's limits and arm, warmed as far as the arm says."""
+    config, weights = model_of(trace.shape)
+    engine = Engine.build(
+        config,
+        weights,
+        max_batch_size=trace.max_batch_size,
+        block_size=trace.block_size,
+        num_blocks=trace.num_blocks,
+        max_model_len=trace.max_model_len,
+        width_multiple=trace.width_multiple,
+        dtype=getattr(torch, trace.dtype),
+        seed_source=lambda: UNNAMED_SEED,
+        **ARMS[trace.arm].switches,
+    )
+    if ARMS[trace.arm].warm == "all":
+        engine.warm_decode()
+    elif ARMS[trace.arm].warm == "half":
+        rows, widths = engine.decode.buckets.row_sizes, engine.decode.buckets.widths
+        engine.warm_decode(max_rows=rows[(len(rows) - 1) // 2], max_width=widths[(len(widths) - 1) // 2])
+    return engine
 
 
-@dataclass
-class FastRun:
-    """What the fast engine did with a trace."""
-
-    completions: dict[str, Completion]
-    steps: dict[tuple[str, int], int]  # (request id, index in its answer) -> step that emitted it
-    refused: dict[str, str]  # request id -> the message of its ValueError
-    engine: Engine
-
-
-def run_fast(trace: Trace, engine: Engine | None = None) -> FastRun:
-    """Run a trace to its end; gates hold after each step, and at the end nothing is held.
+def run_fast(trace: Trace) -> FastRun:
+    """Run a trace to its end; the state holds after each step, and at the end nothing is held.
 
     Raises:
-        LockstepError: the engine stopped making progress, or an idle engine holds something.
+        LockstepError: the engine fails, stops making progress, or holds something when it is idle.
     """
-    engine = engine or _engine_of(trace)
-    run = FastRun({}, {}, {}, engine)
-    last = max([arrival.step for arrival in trace.arrivals] + [step for step, _ in trace.aborts], default=0)
-    budget = last + 2 + sum(_most_tokens(arrival.request, engine.max_model_len) for arrival in trace.arrivals)
-    step = 0
-    while step <= last or engine.has_work:
-        if step > budget:
-            raise LockstepError(f"no end after {step} steps: {engine.stats()}\n{trace.program()}")
-        _before_step(trace, step, run)
-        for event in engine.step():
-            completion = run.completions[event.request_id]
-            completion.add(event)
-            run.steps[event.request_id, len(completion.token_ids) - 1] = step
-        engine.stats()
-        step += 1
-    stats = engine.stats()
-    if (stats["free_blocks"], stats["running"], stats["waiting"]) != (stats["num_blocks"], 0, 0):
-        raise LockstepError(f"an idle engine holds something: {stats}\n{trace.program()}")
+    run = FastRun(trace, engine_of(trace))
+    while run.steps <= trace.last_step:
+        for arrival in trace.arrivals:
+            if arrival.step == run.steps:
+                run.submit(arrival.request)
+        for step, name in trace.aborts:
+            if step == run.steps:
+                run.abort(name)
+        run.step()
+    run.drain()
+    run.finish()
     return run
 
 
 def lockstep(trace: Trace) -> FastRun:
     """Run a trace on the fast engine and every request of it alone on the reference; token ids must be equal.
 
-    An aborted request's tokens must begin its answer. A request refused by one engine must be refused by both.
-
     Raises:
         LockstepError: naming request, step, position, both tokens and the gap between each side's top two logits.
     """
     run = run_fast(trace)
-    reference = tiny_reference(trace.shape, max_model_len=run.engine.max_model_len)
-    for arrival in trace.arrivals:
-        compare(run, reference, arrival.request, program=trace.program())
+    for answer in run.answers:
+        compare(run, answer)
     return run
 
 
-def compare(run: FastRun, reference: ReferenceEngine, request: Request, *, program: str) -> None:
-    """One request of a finished run against the reference, which runs it alone."""
-    try:
-        (wanted,) = reference.generate([request])
-    except ValueError as refusal:
-        if request.id not in run.refused:
-            raise LockstepError(f"{request.id}: the reference refuses ({refusal}), fast does not\n{program}") from None
+def compare(run: FastRun, answer: Answer) -> None:
+    """One answer, finished or not, against the reference's, which runs that request alone.
+
+    An open or aborted answer must begin the reference's. A request that one engine refuses must be refused by both,
+    with one exception: only the fast run knows which ids are open.
+    """
+    request, got = answer.request, answer.completion
+    if answer.id_was_open:
+        if answer.refusal is None:
+            raise run.error(f"{request.id}: taken while a request of that id is open")
         return
-    if request.id in run.refused:
-        raise LockstepError(f"{request.id}: fast refuses ({run.refused[request.id]})\n{program}")
-    got = run.completions[request.id]
-    aborted = got.finish_reason == "abort"
-    expected = wanted.token_ids[: len(got.token_ids)] if aborted else wanted.token_ids
-    if got.token_ids != expected:
-        raise LockstepError(_mismatch(run, reference, request, got.token_ids, expected) + "\n" + program)
-    if not aborted and got.finish_reason != wanted.finish_reason:
+    wanted = reference_answer(run.trace.shape, run.trace.dtype, run.engine.max_model_len, request)
+    if isinstance(wanted, str) or answer.refusal is not None:
+        if wanted != answer.refusal:
+            raise run.error(f"{request.id}: fast says {answer.refusal!r}, the reference {wanted!r}")
+        return
+    whole = got.finish_reason not in (None, "abort")
+    if got.token_ids != (wanted.token_ids if whole else wanted.token_ids[: len(got.token_ids)]):
+        raise run.error(_mismatch(run, answer, wanted))
+    if whole and got.finish_reason != wanted.finish_reason:
         both = f"fast ends with {got.finish_reason!r}, the reference with {wanted.finish_reason!r}"
-        raise LockstepError(f"{request.id}: {both}\n{program}")
-    for ours, theirs in zip(got.logprobs, wanted.logprobs, strict=not aborted):
-        if ours.rank != theirs.rank or abs(ours.logprob - theirs.logprob) > 1e-3:
-            raise LockstepError(f"{request.id}: logprobs {ours} against {theirs}\n{program}")
+        raise run.error(f"{request.id}: step {run.steps - 1}: {both}")
+    if len(got.logprobs) != (len(got.token_ids) if request.params.logprobs is not None else 0):
+        raise run.error(f"{request.id}: {len(got.logprobs)} logprobs for {len(got.token_ids)} tokens")
+    for at, (ours, theirs) in enumerate(zip(got.logprobs, wanted.logprobs, strict=False)):
+        if not _logprobs_agree(ours, theirs, LOGPROB_BOUND[run.trace.dtype]):
+            raise run.error(f"{request.id}: step {answer.steps[at]}: logprobs of answer token {at}: {ours} != {theirs}")
 
 
-def _engine_of(trace: Trace) -> Engine:
-    return tiny_engine(
-        trace.shape,
-        max_batch_size=trace.max_batch_size,
-        block_size=trace.block_size,
-        num_blocks=trace.num_blocks,
-        max_model_len=trace.max_model_len,
-        **dict(trace.options),
+@lru_cache(maxsize=4096)
+def reference_answer(shape: str, dtype: str, max_model_len: int, request: Request) -> Completion | str:
+    """The reference's completion of one request alone, or the message with which it refuses it."""
+    try:
+        return _reference(shape, dtype, max_model_len).generate([request])[0]
+    except ValueError as refusal:
+        return str(refusal)
+
+
+@cache
+def _reference(shape: str, dtype: str, max_model_len: int) -> ReferenceEngine:
+    return ReferenceEngine(
+        *model_of(shape),
+        max_model_len=max_model_len,
+        dtype=getattr(torch, dtype),
+        seed_source=lambda: UNNAMED_SEED,
     )
 
 
-def _before_step(trace: Trace, step: int, run: FastRun) -> None:
-    for arrival in trace.arrivals:
-        if arrival.step == step:
-            request = arrival.request
-            try:
-                run.engine.submit(request)
-                run.completions[request.id] = Completion(request.id, request.prompt_ids)
-            except ValueError as refusal:
-                run.refused[request.id] = str(refusal)
-    for at, request_id in trace.aborts:
-        if at == step:
-            run.engine.abort(request_id)
+def _logprobs_agree(ours: TokenLogprobs, theirs: TokenLogprobs, bound: float) -> bool:
+    ids = [[token for token, _ in side.top] for side in (ours, theirs)]
+    values = [[side.logprob, *(value for _, value in side.top)] for side in (ours, theirs)]
+    close = all(abs(a - b) <= bound for a, b in zip(*values, strict=False))
+    return ours.rank == theirs.rank and ids[0] == ids[1] and close
 
 
-def _most_tokens(request: Request, max_model_len: int) -> int:
-    # Every step with work gives the earliest request its next token, so the sum of these bounds the steps.
-    return request.params.max_tokens or max(1, max_model_len - len(request.prompt_ids))
-
-
-def _mismatch(run: FastRun, reference: ReferenceEngine, request: Request, got: list[int], expected: list[int]) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected)))
-    tokens = [*request.prompt_ids, *expected[:at]]
-    ours, theirs = fast_logits(run.engine, tokens), reference_logits(reference, tokens)
+def _mismatch(run: FastRun, answer: Answer, wanted: Completion) -> str:
+    got, request = answer.completion.token_ids, answer.request
+    both = enumerate(zip(got, wanted.token_ids, strict=False))
+    at = next((i for i, (a, b) in both if a != b), min(len(got), len(wanted.token_ids)))
+    tokens = [*request.prompt_ids, *wanted.token_ids[:at]]
+    ours = fast_logits(run.engine, tokens)
+    theirs = reference_logits(run.trace, tokens)[-1]
     (fast_top, fast_gap), (reference_top, reference_gap) = _top_two(ours), _top_two(theirs)
+    step = answer.steps[at] if at < len(answer.steps) else "none"
     return (
-        f"{request.id}: step {run.steps.get((request.id, at), '?')}, position {len(tokens)} (answer token {at}): "
-        f"fast {got[at : at + 1]}, reference {expected[at : at + 1]}; "
+        f"{request.id}: step {step}, position {len(tokens)} (answer token {at}): "
+        f"fast {got[at : at + 1]}, reference {wanted.token_ids[at : at + 1]}; "
         f"top two fast {fast_top} gap {fast_gap:.3g}, reference {reference_top} gap {reference_gap:.3g}, "
         f"largest logit difference {float((ours - theirs).abs().max()):.3g}"
     )
 
 
-def fast_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:  # [V]
+def fast_logits(engine: Engine, tokens: list[int]) -> Tensor:  # [V]
     """The fast forward's logits after `tokens`, computed alone in a pool of their own."""
-    forward: Forward = engine.forward
     pool = type(engine.cache)(
         engine.config,
         max_batch_size=1,
         num_blocks=1,
         block_size=len(tokens),
         max_model_len=len(tokens),
-        dtype=forward.dtype,
+        dtype=engine.forward.dtype,
     )
-    return forward.prefill([Chunk(0, tuple(tokens), tuple(range(len(tokens))))], pool)[0].double()
+    return engine.forward.prefill([Chunk(0, tuple(tokens), tuple(range(len(tokens))))], pool)[0].double()
 
 
-def reference_logits(engine: ReferenceEngine, tokens: list[int]) -> torch.Tensor:  # [V]
-    """The reference forward's logits after `tokens`."""
-    from reference.cache import KVCache
-
-    cache = KVCache(engine.config, max_tokens=len(tokens), dtype=engine.dtype)
+def reference_logits(limits: Trace, tokens: list[int]) -> Tensor:  # [T, V]
+    """The reference forward's logits after each of `tokens`."""
+    engine = _reference(limits.shape, limits.dtype, len(tokens) + 1)
+    kv = KVCache(engine.config, max_tokens=len(tokens), dtype=engine.dtype)
     with torch.inference_mode():
         positions = torch.arange(len(tokens)).unsqueeze(0)
-        return engine.model.forward(torch.tensor([tokens]), positions, cache)[0, -1].double()
+        return engine.model.forward(torch.tensor([tokens]), positions, kv)[0].double()
 
 
-def _top_two(logits: torch.Tensor) -> tuple[list[int], float]:  # [V]
+def _top_two(logits: Tensor) -> tuple[list[int], float]:  # [V]
     top = logits.topk(2)
     return top.indices.tolist(), float(top.values[0] - top.values[1])
-
-
-def _render(params: SamplingParams) -> str:
-    shown = []
-    for column in fields(params):
-        value = getattr(params, column.name)
-        value = dict(value) if column.name == "logit_bias" else value
-        default = column.default if column.default_factory is MISSING else column.default_factory()
-        if value != default:
-            shown.append(f"{column.name}={value!r}")
-    return f"SamplingParams({', '.join(shown)})"
-
-
-# ---- random traces ----------------------------------------------------------------------------------------------
-
-
-def prompt_lengths(block_size: int, longest: int) -> st.SearchStrategy[int]:
-    """Lengths of prompts, block boundaries and their neighbours as likely as all others together."""
-    edges = [k * block_size + off for k in range(longest // block_size + 1) for off in (-1, 0, 1)]
-    inside = sorted({edge for edge in edges if 1 <= edge <= longest})
-    return st.sampled_from(inside) | st.integers(1, longest)
-
-
-@st.composite
-def sampling_params(draw: st.DrawFn, vocab_size: int = 61) -> SamplingParams:
-    """Seeded parameters, about half of them greedy; each of the rest is mostly off, so shrinking drops it."""
-
-    def sometimes(neutral: Any, *others: Any) -> Any:
-        return draw(st.sampled_from([neutral, neutral, *others]))
-
-    max_tokens = draw(st.sampled_from([1, 2, 3, 5, 8, 12]) | st.none())
-    tokens = st.integers(0, vocab_size - 1)
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 1.0, 1e-12, 5.0])),
-        top_k=sometimes(0, 1, 4, vocab_size, vocab_size + 1),
-        top_p=sometimes(1.0, 0.9, 0.3, 1e-4),
-        min_p=sometimes(0.0, 0.05, 1.0),
-        seed=draw(st.sampled_from([0, 1, -1, 42, 2**63 - 1, -(2**63)])),
-        repetition_penalty=sometimes(1.0, 1.3, 0.7),
-        presence_penalty=sometimes(0.0, 1.5, -1.0),
-        frequency_penalty=sometimes(0.0, 0.8, -0.5),
-        logit_bias=draw(st.just({}) | st.dictionaries(tokens, st.sampled_from([-100.0, 2.5, 100.0]), max_size=3)),
-        stop_token_ids=tuple(draw(st.just([]) | st.lists(tokens, max_size=3))),
-        min_tokens=min(sometimes(0, 1, 3), max_tokens or 3),
-        ignore_eos=draw(st.booleans()),
-        logprobs=sometimes(None, 0, 3),
-    )
-
-
-@st.composite
-def traces(draw: st.DrawFn, **fixed: Any) -> Trace:
-    """Traces over small limits: pools of a few blocks, one to five rows, up to seven requests and three aborts."""
-    block_size = draw(st.sampled_from([1, 3, 4, 8]))
-    num_blocks = draw(st.integers(2, 14)) if block_size > 1 else draw(st.integers(6, 30))
-    max_model_len = draw(st.sampled_from([num_blocks * block_size - 1, num_blocks * block_size, 24, 40]))
-    # Beyond the limit by one at most: refusals are part of a trace, and must not be most of it.
-    longest = max(1, min(max_model_len, num_blocks * block_size, 30) - 1)
-    ids = [f"r{i}" for i in range(draw(st.integers(1, 7)))]
-    arrivals = []
-    for name in ids:
-        length = draw(prompt_lengths(block_size, longest))
-        prompt = draw(st.lists(st.integers(0, 60), min_size=length, max_size=length))
-        params = draw(sampling_params())
-        room = min(max_model_len, num_blocks * block_size) - length
-        if params.max_tokens is not None and params.max_tokens > room and draw(st.integers(0, 9)) > 0:
-            params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-        arrivals.append(Arrival(draw(st.integers(0, 8)), Request(tuple(prompt), params, name)))
-    aborts = draw(st.lists(st.tuples(st.integers(0, 15), st.sampled_from(ids)), max_size=3))
-    chosen = {
-        "shape": draw(st.sampled_from(sorted(SHAPES))),
-        "max_batch_size": draw(st.integers(1, 5)),
-        "block_size": block_size,
-        "num_blocks": num_blocks,
-        "max_model_len": max(2, max_model_len),
-    }
-    return Trace(tuple(arrivals), tuple(aborts), **(chosen | fixed))

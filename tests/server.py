@@ -77,6 +77,7 @@ class ScriptedEngine:
     paused: bool = False  # steps emit nothing but aborts
     fault: BaseException | None = None  # raised by the next step
     hang: threading.Event | None = None  # the next step waits for it
+    step_s: float = 0.0  # what a step takes; without it an endless answer drowns the event loop
     steps: int = 0
     seen: list[Request] = field(default_factory=list)
 
@@ -111,13 +112,16 @@ class ScriptedEngine:
             self.hang.wait(DEADLINE_S)
         events = [Event(request_id, None, "abort") for request_id in self.aborted]
         self.aborted.clear()
+        time.sleep(max(self.step_s, 0.001 if self.paused else 0.0))
         if self.paused:
-            time.sleep(0.001)
             return events
         while self.waiting and len(self.running) < self.max_running:
             self.running.append(self.waiting.popleft())
         events += [self._advance(row) for row in list(self.running)]
         return events
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "scripted", "max_model_len": self.max_model_len}
 
     def stats(self) -> dict[str, Any]:
         tokens = sum(len(row.request.prompt_ids) + row.emitted for row in self.running)
@@ -230,10 +234,9 @@ def serving(engine: Any, tokenizer: Tokenizer | None = None, *, wrap: Any = None
     thread.start()
     eventually(lambda: server.started)
     try:
-        with (
-            httpx.Client(base_url=url, timeout=DEADLINE_S) as http,
-            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client,
-        ):
+        # One client for both, without TLS: reading the certificates takes longer than most tests.
+        with httpx.Client(base_url=url, timeout=DEADLINE_S, verify=False) as http:
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)
             yield Served(url, app, client, http)
     finally:
         server.should_exit = True

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fast.blocks import BlockAllocator, BlockTable, OutOfBlocks
 from gates import GateError
-from gates.blocks import check_blocks_conserved, check_owned_once, check_tables_cover
+from gates.blocks import check_blocks_conserved, check_owned_once, check_sink_outside, check_tables_cover
 
 # ---- holds ------------------------------------------------------------------------------------------------------
 
@@ -111,12 +111,30 @@ def test_a_table_in_use_takes_no_new_tenant():
         table.adopt([4])
 
 
+def test_a_table_that_counts_tokens_without_blocks_takes_no_new_tenant():
+    table = BlockTable(2)
+    table.length = 3
+    with pytest.raises(ValueError, match="still holds 0 blocks and 3 tokens"):
+        table.adopt([4])
+
+
 def test_gate_rejects_a_block_that_was_dropped_without_being_freed():
     allocator = BlockAllocator(4)
     allocator.allocate(2)
     allocator._owned[0] = 0  # the fault: the ownership map forgets a block that is not on the free list
     with pytest.raises(GateError, match=r"2 free \+ 1 owned = 3 blocks, the pool has 4"):
-        check_blocks_conserved(free=allocator.num_free, owned=allocator.num_owned, total=4)
+        check_blocks_conserved(free=allocator.num_free, owned=allocator.recount_owned(), total=4)
+    for free, owned in ((-1, 5), (5, -1)):  # the sum is right, and a count is not
+        with pytest.raises(GateError, match=f"{free} free, {owned} owned: neither may be negative"):
+            check_blocks_conserved(free=free, owned=owned, total=4)
+
+
+@pytest.mark.parametrize(("sink", "slots"), [(19, 21), (20, 20), (0, 21)])
+def test_gate_rejects_a_sink_that_a_block_can_name_or_the_pool_lacks(sink: int, slots: int):
+    sizes = {"num_blocks": 5, "block_size": 4}
+    check_sink_outside(sink_slot=20, **sizes, pool_slots=21)
+    with pytest.raises(GateError, match=rf"the sink is slot {sink}, blocks name 0..19, the pool has {slots} slots"):
+        check_sink_outside(sink_slot=sink, **sizes, pool_slots=slots)
 
 
 def test_gate_rejects_one_block_in_two_tables():

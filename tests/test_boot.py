@@ -173,6 +173,9 @@ def test_engine_that_dies_ends_the_process_with_1(tiny, capsys: pytest.CaptureFi
         def step(self) -> list:
             raise OverflowError("the pool is on fire")
 
+        def describe(self) -> dict:
+            return {}
+
         def stats(self) -> dict:
             return {"running": 0, "waiting": 0, "kv_tokens": 0, "kv_capacity_tokens": 64}
 
@@ -191,6 +194,8 @@ def test_every_engine_option_reaches_the_engine(command: str, monkeypatch: pytes
     threads = torch.get_num_threads()
     options = ["--model", "tiny-random", "--engine", "fast", "--max-batch-size", "3", "--block-size", "7"]
     options += ["--kv-cache-memory", "1MiB", "--max-model-len", "99", "--dtype", "float64", "--threads", str(threads)]
+    options += ["--no-cuda-graphs", "--persistent-batch", "--warm-rows", "2", "--warm-width", "32"]
+    options += ["--width-multiple", "16"]
     prompt = ["--prompt", "x"] if command == "generate" else []
     with pytest.raises(ZeroDivisionError):
         boot.boot(build_parser().parse_args([command, *options, *prompt]))
@@ -201,4 +206,34 @@ def test_every_engine_option_reaches_the_engine(command: str, monkeypatch: pytes
         "kv_cache_bytes": 2**20,
         "max_model_len": 99,
         "dtype": torch.float64,
+        "width_multiple": 16,
+        "warm_rows": 2,
+        "warm_width": 32,
+        "bucket_decode": False,
+        "persist_inputs": False,
+        "capture_decode": False,
+        "compact_rows": True,
+        "gather_rows": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "captures", "compacts", "gathers"),
+    [
+        ([], True, True, False),
+        (["--no-persistent-batch"], True, False, False),
+        (["--no-cuda-graphs"], False, False, False),
+        (["--no-cuda-graphs", "--persistent-batch"], False, True, False),
+        (["--gather-rows"], True, False, True),
+    ],
+    ids=["default", "free rows", "eager", "eager persistent", "gather"],
+)
+def test_the_command_line_bundles_the_switches_and_lets_them_apart(flags, captures, compacts, gathers) -> None:
+    chosen = boot.switches(build_parser().parse_args(["serve", *flags]))
+    assert chosen == {
+        "bucket_decode": captures,
+        "persist_inputs": captures,
+        "capture_decode": captures,
+        "compact_rows": compacts,
+        "gather_rows": gathers,
     }

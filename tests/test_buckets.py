@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fast.blocks import BlockAllocator, BlockTable
 from fast.buckets import BucketSet, power_of_two_rows, sink_slot, stride_widths
 from gates import GateError
-from gates.buckets import check_bucket_covers, check_pad_inert
+from gates.buckets import check_bucket_covers, check_pad_finite, check_pad_inert
 from tests.addressing import Paged
 
 LIMITS = [1, 2, 3, 7, 8, 9, 12, 20, 31, 32, 33, 50, 256, 700]
@@ -94,6 +94,23 @@ def test_padding_is_counted_in_rows_and_in_cells():
     assert (buckets.steps, buckets.row_padding_share, buckets.cell_padding_share) == (2, 1 / 8, 52 / 128)
 
 
+def test_shares_are_parts_of_the_whole_and_zero_before_the_first_step():
+    buckets = BucketSet(max_batch_size=4, max_model_len=4)
+    assert (buckets.row_padding_share, buckets.cell_padding_share) == (0.0, 0.0)
+    buckets.count(rows=3, tokens=4, bucket=(4, 4))
+    assert (buckets.row_padding_share, buckets.cell_padding_share) == (1 / 4, 12 / 16)
+    buckets.count(rows=1, tokens=4, bucket=(2, 4))
+    assert buckets.row_padding_share == 2 / 6
+    half = BucketSet(max_batch_size=4, max_model_len=4)
+    half.count(rows=2, tokens=8, bucket=(4, 4))
+    assert (half.row_padding_share, half.cell_padding_share) == (0.5, 0.5)
+
+
+def test_a_set_of_one_token_pads_rows_and_the_width_is_a_multiple_of_128():
+    assert BucketSet(max_batch_size=4, max_model_len=1).pad_rows(3) == 1
+    assert BucketSet(max_batch_size=1, max_model_len=300).widths == (128, 256, 300)
+
+
 def test_no_block_can_name_the_sink():
     allocator, table = BlockAllocator(5), BlockTable(16)
     table.adopt(allocator.allocate(5))
@@ -128,6 +145,25 @@ def test_gate_rejects_a_stride_that_misses_the_largest_batches(limit: int):
         GateError, match=rf"buckets\.covers: the largest rows size is {sizes[-1]}, the limit is {limit}"
     ):
         check_bucket_covers(axis="rows", sizes=sizes, limit=limit, mapped=mapped)
+
+
+def test_gate_rejects_a_bucket_set_that_ends_past_the_limit_it_was_given():
+    buckets = BucketSet(max_batch_size=4, max_model_len=32, width_multiple=16)
+    with pytest.raises(GateError, match="the largest rows size is 4, the limit is 3"):
+        buckets._check_covers(3, 32)  # the caller's limit, and not the one that the list itself ends at
+    with pytest.raises(GateError, match="the largest width size is 32, the limit is 33"):
+        buckets._check_covers(4, 33)
+
+
+def test_gate_rejects_a_padded_row_whose_logits_are_no_numbers():
+    logits = torch.zeros(4, 3)
+    logits[3, 1] = float("nan")
+    check_pad_finite(logits=logits, pad_rows=0)  # a real row's own trouble: its request fails alone
+    troubled = logits.clone()
+    troubled[0] = float("inf")
+    check_pad_finite(logits=troubled, pad_rows=2)  # and a model that is no numbers throughout is another's to report
+    with pytest.raises(GateError, match=r"padded rows are not finite, first at line \[3\] \[1 of 2\]"):
+        check_pad_finite(logits=logits, pad_rows=2)
 
 
 def test_gate_rejects_a_count_that_maps_past_the_smallest_size():

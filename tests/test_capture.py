@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from fast.capture import (
 from fast.inputs import DecodeInputs
 from fast.plan import DecodePlan, plan_decode
 from fast.slots import SlotTable
-from fast.warmup import warm_decode, warm_shapes
+from fast.warmup import warm_decode, warm_shapes, warmup_plan
 from gates import GateError
 from gates.capture import (
     check_eager_counted,
@@ -35,6 +36,7 @@ from gates.capture import (
     check_replay_rows,
     check_replay_shape,
 )
+from gates.core import at_level
 
 ROWS, COLUMNS, BLOCK = 4, 24, 4
 
@@ -71,6 +73,9 @@ class Bench:
             buckets=self.buckets if bucketed else None,
             inputs=self.inputs,
         )
+
+    def storage(self) -> dict[str, Any]:
+        return {"slot_table": self.slot_table, "inputs": self.inputs}
 
     def warm(self) -> None:
         warm_decode(self.captured, warm_shapes(self.buckets), num_heads=1)
@@ -179,6 +184,44 @@ def test_the_key_is_blind_only_to_what_a_launch_cannot_see():
     assert blind == {"rows", "pad_rows", "lengths", "slots", "bucket"}  # host copies, and the bucket is the shape
 
 
+@pytest.mark.parametrize(("level", "runs"), [("cheap", 2), ("full", 3)])
+def test_the_host_recorder_runs_the_narrow_shapes_and_at_full_gates_all(level: str, runs: int):
+    bench, calls = Bench(), []
+
+    def call(plan: DecodePlan) -> Tensor:
+        calls.append(plan.width)
+        return toy_forward(plan)
+
+    with at_level(level):
+        replays = [HostRecorder(16).record(call, warmup_plan((1, width), **bench.storage())) for width in (8, 16, 24)]
+    assert calls == [8, 16, 24][:runs]
+    replays[2]()
+    assert calls[-1] == 24, "what was not run to be recorded runs when it is replayed"
+    HostRecorder().record(call, warmup_plan((1, 24), **bench.storage()))
+    assert len(calls) == runs + 2, "without a bound every shape runs"
+
+
+def test_recording_runs_the_call_once_and_only_the_full_gates_run_it_to_watch_it():
+    bench, calls = Bench(), []
+    bench.captured.call = lambda plan: (calls.append(plan), toy_forward(plan))[1]
+    with at_level("cheap"):
+        bench.captured.record(warmup_plan((1, 8), **bench.storage()))
+    assert len(calls) == 1
+
+
+def test_an_unseen_shape_runs_eagerly_unless_recording_on_a_miss_is_asked_for():
+    bench = Bench()
+    captured = CapturedDecode(toy_forward, HostRecorder(), **bench.storage())
+    assert captured.replay_share == 1.0, "before the first step"
+    bench.admit(0, 3)
+    captured.run(bench.plan(0))
+    assert (captured.captures, captured.replay_share) == (0, 0.0)
+    captured.record(warmup_plan((1, 8), **bench.storage()))
+    for _ in range(3):
+        captured.run(bench.plan(0))
+    assert (captured.steps, captured.replays, captured.replay_share) == (4, 3, 0.75)
+
+
 def test_a_shared_pool_costs_its_largest_member():
     assert workspace_bytes(rows=256, width=1953, num_heads=32) <= 64_000_000
     assert workspace_bytes(rows=256, width=1954, num_heads=32) > 64_000_000
@@ -207,6 +250,7 @@ def test_gate_rejects_a_replay_of_another_shape():
 
 
 def test_gate_rejects_a_pool_over_budget():
+    check_pool_budget(needed=1000, budget=1000, shape=(2, 64))
     with pytest.raises(GateError, match=r"needs 1,000 bytes for \(rows, width\) \(2, 64\), 999 are left"):
         check_pool_budget(needed=1000, budget=999, shape=(2, 64))
 
@@ -236,6 +280,47 @@ def test_a_replay_under_a_moved_buffer_is_refused():
     bench.captured._addresses = {name: place + 8 for name, place in bench.captured._addresses.items()}
     with pytest.raises(GateError, match="gate inputs.addresses"):
         bench.captured.run(plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "gate"),
+    [
+        ("write_slots", 3, "buckets.pad_inert"),
+        ("context_lens", 3, "buckets.pad_inert"),
+        ("positions", 0, "plan.addressing"),
+        ("write_slots", 2, "plan.addressing"),
+        ("context_lens", 1, "slots.window_intact"),
+    ],
+)
+def test_a_plan_that_was_changed_after_it_was_checked_is_refused_before_a_replay(name: str, line: int, gate: str):
+    bench = Bench()
+    bench.warm()
+    for row in range(3):
+        bench.admit(row, 3 + row)
+    plan = bench.plan(0, 1, 2)
+    getattr(plan, name)[line] += 1
+    with pytest.raises(GateError, match=f"gate {gate}"):
+        bench.captured.run(plan)
+
+
+def test_a_slot_table_that_moved_is_refused_and_does_not_pass_for_an_unseen_shape():
+    bench = Bench()
+    bench.warm()
+    bench.admit(0, 3)
+    plan = bench.plan(0)
+    bench.slot_table.slots = bench.slot_table.slots.clone()
+    with pytest.raises(GateError, match="gate slots.table_stable"):
+        bench.captured.run(plan)
+    assert not bench.captured.eager
+
+
+def test_gate_rejects_a_recording_over_a_copy_of_the_table():
+    bench = Bench()
+    bench.admit(0, 3)
+    plan = bench.plan(0)
+    plan = replace(plan, slot_mapping=plan.slot_mapping.clone())
+    with pytest.raises(GateError, match="gate slots.window: .* is a copy"):
+        bench.captured.record(plan)
 
 
 def test_a_held_plan_is_refused_once_its_row_has_a_new_tenant():

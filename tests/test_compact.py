@@ -107,6 +107,12 @@ def test_moves_are_the_strays_into_the_holes_and_leave_a_prefix(rows: tuple[int,
     assert is_compact(rows) == (moves == ())
 
 
+def test_strays_ascend_whatever_order_a_set_keeps_them_in():
+    rows = {64, 33, 8, 97}  # Python's set gives these in another order
+    assert strays(rows) == [8, 33, 64, 97]
+    assert [(move.src, move.dst) for move in plan_compaction(rows)] == [(8, 0), (33, 1), (64, 2), (97, 3)]
+
+
 def test_the_order_of_rows_is_part_of_being_compact():
     assert is_compact((0, 1, 2))
     assert is_compact(())
@@ -158,7 +164,7 @@ def test_the_source_row_is_left_with_the_empty_table():
 
 def test_three_counters_say_that_most_calls_found_nothing_to_do():
     compactor = RowCompactor()
-    for rows in [(0, 1), (0, 1), (1,), (0,), (0, 2, 3), (0, 1)]:
+    for rows in [(0, 1), (1, 0), (1,), (0,), (0, 2, 3), (0, 1)]:
         compactor.compact(rows)
     assert (compactor.calls, compactor.compactions, compactor.moves) == (6, 2, 2)
     assert compactor.render() == "6 calls, 2 compactions, 2 moves"
@@ -197,6 +203,10 @@ def test_gate_rejects_too_few_moves():
         GateError, match=r"compact\.moves_minimal: 1 moves for 2 rows .*rows \[5\] .*the scheduler's side"
     ):
         check_moves_minimal(rows=(0, 4, 5), moves=[(4, 1)])
+    with pytest.raises(GateError, match=r"0 moves for 1 rows .*rows \[3\] still stand at or above 3"):
+        check_moves_minimal(rows=(0, 1, 3), moves=[])  # a stray one row past the prefix
+    with pytest.raises(GateError, match="row 5 is to move to 1, but row 1 is occupied"):
+        check_moves_minimal(rows=(0, 4, 5), moves=[(4, 1), (5, 1)])
 
 
 def test_gate_rejects_needless_moves_that_still_end_in_a_prefix():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -199,6 +200,17 @@ def test_an_abort_ends_a_request_in_the_next_step_and_frees_it_now(steps: int):
     assert tokens_of(events, "b") == run_alone(Request([3], free(2, temperature=0))).token_ids
 
 
+def test_an_aborted_requests_memory_is_gone_before_its_event():
+    engine = make_engine()
+    engine.submit(Request([1, 2], free(), "a"))
+    engine.step()
+    assert engine._running is not None
+    assert engine._running.cache is not None
+    cache = weakref.ref(engine._running.cache)
+    engine.abort("a")
+    assert cache() is None
+
+
 def test_aborting_twice_or_the_unknown_or_the_ended_does_nothing():
     engine = make_engine()
     engine.submit(Request([1], free(1), "a"))
@@ -307,7 +319,7 @@ def test_gate_rejects_a_request_that_ends_twice():
 
 
 def test_gate_rejects_a_request_that_ends_and_stays_open():
-    with pytest.raises(GateError, match=r"request \['a'\] ended in this step, it is still open after it"):
+    with pytest.raises(GateError, match="request 'a' ended in this step, it is still open after it"):
         check_ends_once(events=[("a", "stop")], open_before={"a", "b"}, open_after={"a", "b"})
 
 

@@ -16,7 +16,7 @@ from gates import GateError
 from reference.request import Request, SamplingParams
 from reference.sampling import UnusableLogits, sample
 from reference.sampling import uniform as reference_uniform
-from tests.harness import sampling_params
+from tests.strategies import sampling_params
 
 VOCAB = 61
 EOS = (2, 5)

@@ -79,6 +79,13 @@ def test_a_smaller_batch_leaves_nothing_of_a_larger_one(rows: int):
         assert buffer[rows:].tolist() == [NEUTRAL[name]] * (8 - rows)
 
 
+def test_nothing_is_padded_unless_it_is_asked_for():
+    inputs = DecodeInputs(max_batch_size=3, sink_slot=40)
+    step = inputs.write(input_ids=[7], positions=[2], write_slots=[5], context_lens=[3])
+    assert step.input_ids.shape == (1,)
+    assert inputs.sink_slot == 40
+
+
 def test_a_batch_of_nothing_but_padding_is_legal():
     step = write(DecodeInputs(max_batch_size=4, sink_slot=SINK), 0, pad_rows=4)
     assert step.write_slots.tolist() == [SINK] * 4

@@ -239,6 +239,11 @@ def real() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
+def our_tokenizer() -> Tokenizer:
+    return Tokenizer.from_dir(model_path(REAL))
+
+
+@pytest.fixture(scope="module")
 def their_tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(model_path(REAL))
 
@@ -294,11 +299,11 @@ def test_real_greedy_tokens_equal_those_of_transformers(
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("messages", CHATS, ids=range(len(CHATS)))
 def test_real_chat_ids_equal_those_of_transformers(
-    messages: list[dict[str, str]], add_generation_prompt: bool, their_tokenizer: Any
+    messages: list[dict[str, str]], add_generation_prompt: bool, our_tokenizer: Tokenizer, their_tokenizer: Any
 ):
-    ours = Tokenizer.from_dir(model_path(REAL))
     expected = their_chat_ids(their_tokenizer, messages, add_generation_prompt=add_generation_prompt)
-    assert ours.apply_chat_template(messages, add_generation_prompt=add_generation_prompt) == expected
+    ours = our_tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)
+    assert ours == expected
 
 
 def wide_sample() -> list[str]:
@@ -317,13 +322,12 @@ def wide_sample() -> list[str]:
 
 
 @pytest.mark.model
-def test_real_token_ids_equal_those_of_transformers(their_tokenizer: Any):
-    ours = Tokenizer.from_dir(model_path(REAL))
+def test_real_token_ids_equal_those_of_transformers(our_tokenizer: Tokenizer, their_tokenizer: Any):
     sample = wide_sample()
     assert len(sample) > 60
     for text in sample:
-        assert ours.encode(text) == their_tokenizer(text)["input_ids"], text[:80]
-    assert ours.encode("٣٤٥ ½") == [164, 113, 164, 114, 164, 115, 216, 16738]
+        assert our_tokenizer.encode(text) == their_tokenizer(text)["input_ids"], text[:80]
+    assert our_tokenizer.encode("٣٤٥ ½") == [164, 113, 164, 114, 164, 115, 216, 16738]
 
 
 # ---- any order --------------------------------------------------------------------------------------------------
@@ -331,6 +335,7 @@ def test_real_token_ids_equal_those_of_transformers(their_tokenizer: Any):
 
 @pytest.mark.model
 @given(st.text(max_size=40))
-def test_real_token_ids_of_any_text_equal_those_of_transformers(their_tokenizer: Any, text: str):
-    ours = Tokenizer.from_dir(model_path(REAL))
-    assert ours.encode(text) == their_tokenizer(text)["input_ids"]
+def test_real_token_ids_of_any_text_equal_those_of_transformers(
+    our_tokenizer: Tokenizer, their_tokenizer: Any, text: str
+):
+    assert our_tokenizer.encode(text) == their_tokenizer(text)["input_ids"]

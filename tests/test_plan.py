@@ -178,6 +178,16 @@ def test_a_bucket_set_made_for_larger_storage_is_refused_before_anything_grows(r
 # ---- rejects ----------------------------------------------------------------------------------------------------
 
 
+def test_inputs_made_for_a_smaller_batch_are_refused_before_anything_grows():
+    paged = Paged(4, 16)
+    for row in range(3):
+        paged.adopt(row, 2)
+    small = DecodeInputs(max_batch_size=2, sink_slot=paged.sink)
+    with pytest.raises(ValueError, match="bucket: 3 x 3 exceeds the storage of 2 x 16"):
+        paged.plan(range(3), inputs=small)
+    assert [table.length for table in paged.tables[:3]] == [2, 2, 2]
+
+
 def test_gate_rejects_a_row_whose_last_entry_is_not_where_it_writes():
     paged = filled(5, 3)
     plan = paged.plan((0, 1))
@@ -208,6 +218,8 @@ def test_gate_rejects_a_length_outside_the_rectangle(length: int):
 def test_gate_rejects_padding_that_is_no_slot(cell: int):
     paged = filled(5, 3)
     plan = paged.plan((0, 1))
+    plan.slot_mapping[1, 5] = paged.sink  # the last index that exists: nobody reads it, and it is legal
+    check_plan_addressing(**addressing(plan, paged.sink))
     plan.slot_mapping[1, 5] = cell
     with pytest.raises(GateError, match=rf"cells are .*{cell}.*, legal slots are 0\.\.{paged.sink}"):
         check_plan_addressing(**addressing(plan, paged.sink))
@@ -236,7 +248,7 @@ def test_gate_rejects_two_rows_that_share_a_block():
 
 @pytest.mark.parametrize("slot", [-1, 80, 81])
 def test_gate_rejects_a_write_slot_that_no_block_names(slot: int):
-    check_slots_unique(rows=(0, 3), slots=(4, 79), sink_slot=80)
+    check_slots_unique(rows=(0, 3), slots=(0, 79), sink_slot=80)  # the first and the last slot of the blocks
     with pytest.raises(GateError, match=r"write slots .* are not all in 0\.\.79 \[first at row 3; 1 of 2\]"):
         check_slots_unique(rows=(0, 3), slots=(4, slot), sink_slot=80)
 
@@ -251,6 +263,9 @@ def test_gate_rejects_a_rectangle_that_is_rebuilt_every_step():
         GateError, match=r"plan\.rebuild: 558,080 cells written to append 2,048 tokens, 272x; at most 2x"
     ):
         check_rebuild_bounded(cells_written=rebuilt, tokens_appended=4 * 512)
+    check_rebuild_bounded(cells_written=20, tokens_appended=10)
+    with pytest.raises(GateError, match="21 cells written to append 10 tokens"):
+        check_rebuild_bounded(cells_written=21, tokens_appended=10)
 
 
 # ---- any order --------------------------------------------------------------------------------------------------

@@ -260,6 +260,8 @@ def test_gate_rejects_a_mapping_that_is_not_its_tables():
         check(slots, torch.tensor([5, 5]))
     with pytest.raises(GateError, match="row 1 reads 0 tokens"):
         check(slots, torch.tensor([2, 0]))
+    with pytest.raises(GateError, match="token 4 is read from slot nothing, written to 8"):
+        check(slots[:, :4], context_lens)  # a rectangle that ends before its longest row
 
 
 def test_gate_rejects_a_leaked_block():

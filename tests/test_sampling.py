@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gates import GateError
-from gates.sampling import check_draw_position, check_kept_set, check_token_allowed
+from gates.sampling import check_draw_position, check_end_allowed, check_kept_set, check_token_allowed
 from reference.request import LOGPROB_FLOOR, SEED_RANGE, SamplingParams, TokenLogprobs
 from reference.sampling import (
     UnusableLogits,
@@ -327,6 +327,12 @@ def test_gate_rejects_an_end_id_that_a_mask_forgot():
     forbidden = forbidden_ids(params, num_output_tokens=0, eos_token_ids=[2, 5])
     with pytest.raises(GateError, match="token 5 chosen, it would end an answer that is shorter than min_tokens"):
         check_token_allowed(token_ids=[greedy_token(scores)], vocab_size=6, forbidden_ids=[forbidden])
+
+
+def test_gate_rejects_an_answer_that_an_unmasked_id_ended_early():
+    check_end_allowed(output_tokens=5, min_tokens=4)
+    with pytest.raises(GateError, match="the answer was ended by its token 4, min_tokens is 4"):
+        check_end_allowed(output_tokens=4, min_tokens=4)
 
 
 def test_gate_rejects_a_token_past_the_vocabulary():

@@ -20,6 +20,7 @@ from gates.blocks import check_blocks_conserved, check_owned_once, check_tables_
 from gates.scheduler import (
     check_decode_room,
     check_earliest_kept,
+    check_preempted_wait,
     check_queue_order,
     check_rows_accounted,
     check_rows_follow_requests,
@@ -253,11 +254,30 @@ def test_gate_rejects_a_preempted_sequence_at_the_back_of_the_queue(monkeypatch:
 def test_gate_rejects_a_newcomer_that_runs_ahead_of_the_queue():
     with pytest.raises(GateError, match="arrival 5 runs while arrival 3 waits"):
         check_queue_order(running=[1, 5], waiting=[3])
+    with pytest.raises(GateError, match="arrival 3 runs while arrival 3 waits"):
+        check_queue_order(running=[1, 3], waiting=[3])
+    check_queue_order(running=[], waiting=[3, 4])
+    check_queue_order(running=[1, 2], waiting=[3])
 
 
 def test_gate_rejects_a_preempted_earliest_arrival():
     with pytest.raises(GateError, match="arrival 4 is the earliest"):
         check_earliest_kept(earliest=4, preempted=[7, 4])
+
+
+def test_gate_rejects_an_arrival_that_is_preempted_and_admitted_in_one_step():
+    check_preempted_wait(preempted=[4], admitted=[3])
+    with pytest.raises(GateError, match=r"arrival \[4\] is preempted and admitted in one step"):
+        check_preempted_wait(preempted=[7, 4], admitted=[4])
+
+
+def test_gate_rejects_a_row_that_was_vacated_without_its_blocks():
+    scheduler = make()
+    scheduler.add(sequence(0, 2, 4))
+    step(scheduler)
+    scheduler.cache.reset_row(0)  # the fault: an abort that forgets the blocks; the allocator still calls them owned
+    with pytest.raises(GateError, match="6 free . 1 owned = 7 blocks, the pool has 8"):
+        scheduler.schedule()
 
 
 def test_gate_rejects_a_decode_row_that_did_not_grow():
@@ -267,6 +287,7 @@ def test_gate_rejects_a_decode_row_that_did_not_grow():
     table = scheduler.cache.tables[0]  # two tokens in a block of two, and the grow stage left out
     with pytest.raises(GateError, match="2 tokens stored, blocks hold 2"):
         check_decode_room(lengths=[table.length], capacities=[table.capacity])
+    check_decode_room(lengths=[table.length], capacities=[table.length + 1])  # room for exactly one
 
 
 def test_gate_rejects_sampler_state_that_stayed_behind():

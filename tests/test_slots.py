@@ -26,11 +26,13 @@ from fast.slots import (
 from gates import GateError
 from gates.slots import (
     check_appends_incremental,
+    check_gather_narrow,
     check_mapping_is_window,
     check_resyncs_bounded,
     check_slots_agree,
     check_table_fits,
     check_table_stable,
+    check_vacated_unmirrored,
     check_window_intact,
 )
 from tests.addressing import Paged
@@ -104,6 +106,15 @@ def test_a_prefix_is_a_window_on_the_buffer_itself(count: int, width: int):
     assert paged.slots.is_window(mapping)
     assert lens.tolist() == [7] * count
     assert (paged.slots.windows, paged.slots.gathers, paged.slots.window_share) == (1, 0, 1.0)
+
+
+def test_the_same_address_with_another_row_stride_is_no_window():
+    table = synced(7, 7).slots
+    packed = table.slots.view(-1)[:16].view(2, 8)  # begins where the table does; its second row is not row 1
+    assert packed.data_ptr() == table.address
+    assert not table.is_window(packed)
+    with pytest.raises(GateError, match="with row stride 8, the table is at 0x[0-9a-f]+ with 32"):
+        check_mapping_is_window(mapping=packed, table=table.read_buffer, rows=(0, 1))
 
 
 @pytest.mark.parametrize("rows", [(1,), (0, 2), (2, 1, 0), (1, 0), (0, 1, 3)])
@@ -312,6 +323,35 @@ def test_a_table_on_a_device_writes_and_reads_the_same_cells():
     paged.check_agrees((0, 1, 2))
 
 
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize(("rows", "pad"), [((0,), 0), ((0, 1), 1), ((), 2)])
+def test_a_rectangle_has_the_rows_and_columns_that_were_asked_for(rows: tuple[int, ...], pad: int, gather: bool):
+    slots = synced(3, 2, 1, 0, gather=gather).slots
+    assert slots.rectangle(rows, 5, pad).shape == (len(rows) + pad, 5)
+    assert slots.rectangle((0, 1), 5).shape == (2, 5)  # nothing is padded unless it is asked for
+
+
+def test_a_table_reads_windows_unless_the_gather_is_asked_for():
+    slots = SlotTable(max_batch_size=2, max_model_len=8)
+    assert slots.read_buffer is slots.slots
+    assert slots.window_share == 1.0, "before the first read"
+    slots.rectangle((0, 1), 4)
+    slots.rectangle((1,), 4)
+    slots.rectangle((0,), 4)
+    assert slots.window_share == 2 / 3
+
+
+def test_every_row_is_covered_and_not_only_the_shortest():
+    slots = synced(3, 9).slots
+    with pytest.raises(ValueError, match=re.escape("width: 5 is not in 9..32 (longest row..table)")):
+        slots.rectangle((0, 1), 5)
+
+
+def test_a_row_does_not_move_onto_itself():
+    with pytest.raises(ValueError, match="row 1 -> 1"):
+        synced(3, 0).slots.move_row(1, 1)
+
+
 # ---- rejects ----------------------------------------------------------------------------------------------------
 
 
@@ -336,6 +376,17 @@ def test_gate_rejects_a_gathered_copy_and_names_the_rows():
     mapping, _ = paged.slots.read((0, 2), 8)
     with pytest.raises(GateError, match=r"slots\.window: .*rows \(0, 2\) .*the scheduler's side"):
         check_mapping_is_window(mapping=mapping, table=paged.slots.read_buffer, rows=(0, 2))
+
+
+def test_gate_rejects_a_copy_that_has_the_tables_own_stride():
+    table = synced(4, 4).slots.slots
+    with pytest.raises(GateError, match="gate slots.window"):
+        check_mapping_is_window(mapping=table.clone(), table=table, rows=(0, 1))
+
+
+def test_gate_rejects_a_mirror_with_fewer_rows_than_block_tables():
+    with pytest.raises(GateError, match="1 rows mirrored, 2 block tables"):
+        check_vacated_unmirrored(mirrored=[0], stored=[0, 0])
 
 
 def test_gate_rejects_a_copied_prefix_as_the_plans_fault():
@@ -363,6 +414,9 @@ def test_gate_rejects_a_shorter_tenant_by_the_copy_made_with_the_plan():
     paged = synced(9, 3)
     plan = paged.plan((0, 1))
     made = plan.slot_mapping.clone()
+    check_window_intact(**held(plan, made))
+    made[1, 4:] += 1  # past row 1's length: no cell of the plan
+    check_window_intact(**held(plan, made))
     paged.release(0)
     paged.reserve(1, 12)
     paged.adopt(0, 2)
@@ -411,6 +465,29 @@ def test_gate_rejects_a_table_over_its_budget_and_prices_the_alternative():
             budget_bytes=64_000_000,
         )
     assert "16,777,216 bytes, 16x smaller" in str(caught.value)
+
+
+def test_gate_rejects_a_gather_that_copies_whole_rows_of_the_table(monkeypatch: pytest.MonkeyPatch):
+    paged = synced(5, 0, 3)
+    index_select = Tensor.index_select
+
+    def whole_rows(source: Tensor, dim: int, index: Tensor) -> Tensor:
+        return index_select(paged.slots.slots, dim, index)[:, : source.shape[1]]  # right, and 32 columns for 5
+
+    monkeypatch.setattr(Tensor, "index_select", whole_rows)
+    with pytest.raises(GateError, match="64 cells were copied to read 10"):
+        paged.slots.read((2, 0), 5)
+    with pytest.raises(GateError, match="gate slots.gather_narrow: 1,000 cells"):
+        check_gather_narrow(copied_cells=1000, read_cells=10)
+
+
+def test_gate_rejects_an_empty_row_that_mirrors_a_tenant_who_left():
+    paged = synced(5, 3)
+    paged.tables[1].release()  # the fault: the block table forgets its tenant and the mirror does not
+    with pytest.raises(GateError, match="row 1 is empty and mirrors 3 tokens"):
+        check_vacated_unmirrored(mirrored=paged.slots.lengths((0, 1)), stored=[table.length for table in paged.tables])
+    paged.slots.reset(1)
+    check_vacated_unmirrored(mirrored=paged.slots.lengths((0, 1)), stored=[table.length for table in paged.tables])
 
 
 def test_gate_rejects_a_table_that_moved_after_recording():

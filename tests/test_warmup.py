@@ -12,11 +12,14 @@ from fast.capture import CapturedDecode, HostRecorder, workspace_bytes
 from fast.inputs import DecodeInputs
 from fast.slots import SlotTable
 from fast.warmup import (
+    MADE_UP_TOKEN,
+    WarmupReport,
     lazy_captures,
     stall_seconds,
     warm_budget_bytes,
     warm_decode,
     warm_shapes,
+    warmup_batch,
     warmup_plan,
     warmup_seconds,
     width_ceiling,
@@ -25,6 +28,7 @@ from gates import GateError
 from gates.warmup import (
     check_all_warm,
     check_arm_replayed_every_step,
+    check_biggest_first,
     check_no_cold_captures,
     check_warm_budget,
     check_warm_graphs_unbound,
@@ -61,6 +65,16 @@ def test_a_warm_batch_is_a_step_whose_rows_are_all_padding():
     assert plan.input_ids.data_ptr() == bench.inputs.addresses["input_ids"]
 
 
+def test_a_warm_batch_is_its_plan_and_made_up_tokens():
+    bench = Bench()
+    bench.admit(0, 3)
+    bench.plan(0)  # a real step before it, whose token must not stay
+    batch = warmup_batch((2, 8), slot_table=bench.slot_table, inputs=bench.inputs)
+    assert batch.rows == ()
+    assert batch.input_ids.tolist() == [MADE_UP_TOKEN, MADE_UP_TOKEN]
+    assert batch.input_ids.data_ptr() == bench.inputs.addresses["input_ids"]
+
+
 def test_the_list_is_the_bucket_set_biggest_first_and_trims_on_both_axes():
     shapes = warm_shapes(SERVING)
     assert len(shapes) == 576
@@ -88,6 +102,35 @@ def test_warming_records_the_list_and_writes_only_the_sink():
 def test_an_empty_list_warms_nothing_and_says_so():
     bench = Bench()
     assert warm_decode(bench.captured, [], num_heads=1).render() == "warm list: empty"
+
+
+def test_an_empty_list_fits_any_budget():
+    assert warm_decode(Bench().captured, [], num_heads=1, budget_bytes=0).graphs == 0
+
+
+def test_a_report_tells_its_shapes_as_plain_values():
+    report = WarmupReport(((4, 8), (2, 32), (1, 8)), 1.23456, 512, "host")
+    told = report.as_dict()
+    assert (told["max_rows"], told["max_width"], told["seconds"]) == (4, 32, 1.235)
+    nothing = WarmupReport((), 0.0, 0, "host").as_dict()
+    assert (nothing["max_rows"], nothing["max_width"]) == (0, 0)
+
+
+def test_a_warm_up_takes_the_seconds_that_it_took():
+    bench = Bench()
+    report = warm_decode(bench.captured, warm_shapes(bench.buckets), num_heads=1)
+    assert 0 <= report.seconds < 600
+    assert report.workspace_bytes > 0
+    assert warm_decode(Bench().captured, [], num_heads=1).workspace_bytes == 0
+
+
+def test_nothing_is_reserved_unless_it_is_asked_for():
+    assert warm_budget_bytes(free_bytes=100) == 100
+
+
+def test_an_answer_without_tokens_stalls_nobody():
+    assert lazy_captures(generated=0, prompt_tokens=5, width_multiple=8) == 0
+    assert lazy_captures(generated=0, prompt_tokens=8, width_multiple=8) == 0
 
 
 def test_after_warming_nothing_is_recorded_in_front_of_a_client():
@@ -218,18 +261,34 @@ def test_gate_rejects_a_list_with_a_shape_missing_or_over():
         check_all_warm(wanted=[(2, 8)], recorded=[(2, 8), (4, 8)])
 
 
+def test_gate_rejects_a_list_whose_pool_would_grow_while_it_is_recorded():
+    with pytest.raises(GateError, match=r"\(1, 16\) is recorded before \(2, 16\), which needs a larger pool"):
+        check_biggest_first(shapes=[(1, 16), (2, 16)])
+    bench = Bench()
+    with pytest.raises(GateError, match="gate warmup.biggest_first"):
+        warm_decode(bench.captured, warm_shapes(bench.buckets)[::-1], num_heads=4)
+    assert bench.captured.captures == 0
+
+
 def test_gate_rejects_a_list_wider_than_the_budget():
     with pytest.raises(GateError, match="reaches width 2048 at 256 rows, the budget ends at 1953"):
         check_warm_budget(widest=2048, ceiling=1953, rows=256)
     bench = Bench()
-    with pytest.raises(GateError, match="gate capture.pool_budget"):
+    needed = r"needs 12,288 bytes for .rows, width. \(4, 24\), 1,000 are left"
+    with pytest.raises(GateError, match=rf"gate capture.pool_budget: the shared pool {needed}"):
         warm_decode(bench.captured, warm_shapes(bench.buckets), num_heads=32, budget_bytes=1000)
+    # No shape of this list is over the budget, but its most rows at its widest would be.
+    corner = r"reaches width 24 at 4 rows, the budget ends at 8"
+    with pytest.raises(GateError, match=f"gate warmup.budget: the warm list {corner}"):
+        warm_decode(bench.captured, [(4, 1), (1, 24)][::-1], num_heads=32, budget_bytes=4096)
     assert bench.captured.captures == 0
 
 
 def test_gate_rejects_an_arm_with_an_eager_step():
     with pytest.raises(GateError, match="47 decode steps, 12 replayed .eager: 35 scattered rows"):
         check_arm_replayed_every_step(decode_steps=47, replayed=12, reasons={"scattered rows": 35})
+    with pytest.raises(GateError, match="47 decode steps, 46 replayed .eager: none counted"):
+        check_arm_replayed_every_step(decode_steps=47, replayed=46, reasons={})
 
 
 # ---- any order --------------------------------------------------------------------------------------------------

@@ -1,0 +1,127 @@
+"""What a lockstep run is told: an arm of the fast engine, who arrives and who leaves at which step, over which limits.
+
+`ARMS` names every legal setting of the decode path's switches. A `Trace` is a value; `Trace.program` writes it as
+Python that runs it again, and a `LockstepError` carries it. Nothing here runs an engine: `tests/harness.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from reference.request import Request, SamplingParams
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One setting of the fast engine's switches (arguments of `Engine.build`), and how much of its list is warmed."""
+
+    switches: Mapping[str, bool]
+    warm: str = "nothing"  # "nothing", "all", or "half" of either axis
+    eager: frozenset[str] = frozenset({"no capture"})  # the reasons for which a step of this arm may run eagerly
+
+
+_CAPTURE = {"bucket_decode": True, "persist_inputs": True, "capture_decode": True}
+_DECODE = {
+    "exact": Arm({}),
+    "persist": Arm({"persist_inputs": True}),
+    "bucket": Arm({"bucket_decode": True}),
+    "bucket+persist": Arm({"bucket_decode": True, "persist_inputs": True}),
+    "warm": Arm(_CAPTURE, "all", frozenset()),
+    "lazy": Arm(_CAPTURE | {"record_on_miss": True}, "nothing", frozenset()),
+    "trimmed": Arm(_CAPTURE, "half", frozenset({"unseen shape"})),
+}
+_ROWS = {"free": {}, "compact": {"compact_rows": True}, "gather": {"gather_rows": True}}
+
+
+def _arm(decode: Arm, rows: str) -> Arm:
+    scattered = {"scattered rows"} if "capture_decode" in decode.switches and rows == "free" else set()
+    return Arm({**decode.switches, **_ROWS[rows]}, decode.warm, decode.eager | scattered)
+
+
+# `capture_decode` needs the two switches before it, and rows cannot be moved and gathered at once: 7 x 3 are legal.
+ARMS = {f"{name}-{rows}": _arm(decode, rows) for name, decode in _DECODE.items() for rows in _ROWS}
+ALL_ON = "warm-compact"  # what the command line bundles by default
+
+
+# `Trace.aborts` may name a state instead of an id: whoever is in it first, right before that step or a later one.
+WAITING, PREEMPTED, RUNNING = "@waiting", "@preempted", "@running"  # last in line, never ran; has run; the lowest row
+ENDING, ENDED = "@ending", "@ended"  # its next token is its last one; the last step ended it
+STATES = (WAITING, PREEMPTED, RUNNING, ENDING, ENDED)
+
+
+IMPORTS = (
+    "from reference.request import Request, SamplingParams",
+    "from tests.harness import lockstep",
+    "from tests.traces import Arrival, Trace",
+)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request that is submitted right before step `step` (0-based), as the `n` requests that it stands for."""
+
+    step: int
+    request: Request
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One run of the fast engine: its limits, who arrives and who is aborted right before which step.
+
+    An id may arrive again: while it is open that has to be refused, later it is a request like any other.
+    """
+
+    arrivals: tuple[Arrival, ...] = ()
+    aborts: tuple[tuple[int, str], ...] = ()  # (step, request id or one of STATES); after that step's arrivals
+    arm: str = "exact-free"
+    shape: str = "gqa"  # a key of harness.SHAPES, or the name of an installed model
+    dtype: str = "float64"
+    max_batch_size: int = 4
+    block_size: int = 4
+    num_blocks: int = 16
+    max_model_len: int = 40
+    width_multiple: int = 16
+
+    @property
+    def last_step(self) -> int:
+        """The last step before which something is told to the engine."""
+        return max([arrival.step for arrival in self.arrivals] + [step for step, _ in self.aborts], default=0)
+
+    def program(self) -> str:
+        """Python that runs this trace again, from the repository's root."""
+        lines = [*IMPORTS, "", "lockstep(Trace("]
+        if self.arrivals:
+            lines.append("    arrivals=(")
+        for arrival in self.arrivals:
+            request = arrival.request
+            made = f"Request({request.prompt_ids}, {_render(request.params)}, {request.id!r})"
+            lines.append(f"        Arrival({arrival.step}, {made}),")
+        if self.arrivals:
+            lines.append("    ),")
+        for column in fields(self):
+            value = getattr(self, column.name)
+            if column.name != "arrivals" and value != column.default:
+                lines.append(f"    {column.name}={value!r},")
+        return "\n".join([*lines, "))"]) + "\n"
+
+
+class LockstepError(AssertionError):
+    """The two engines disagree, or the fast one broke: `fact` says where and how, `program` shows it again."""
+
+    def __init__(self, fact: str, trace: Trace) -> None:
+        self.fact = fact
+        self.program = trace.program()
+        super().__init__(f"{fact}\n\nThis shows it again, from the repository's root:\n\n{self.program}")
+
+
+def _render(params: SamplingParams) -> str:
+    shown = []
+    for column in fields(params):
+        value: Any = getattr(params, column.name)
+        value = dict(value) if column.name == "logit_bias" else value
+        default = column.default if column.default_factory is MISSING else column.default_factory()
+        if value != default:
+            shown.append(f"{column.name}={value!r}")
+    return f"SamplingParams({', '.join(shown)})"
