@@ -26,6 +26,7 @@ from torch import Tensor
 from fast.kernels.attention import GROUP_SIZES, attention, rotate_and_write
 from fast.kernels.linear import ADD, PANEL, PLAIN, STRIP, SWIGLU, Packed, interleave, linear, pack
 from fast.kernels.norm import norm
+from fast.kernels.pool import KernelPool
 from fast.kernels.vector import LANES
 from fast.model import Chunk
 from fast.model import _rope_tables as rope_tables
@@ -38,24 +39,6 @@ Ints = NDArray[np.int64]
 
 TOKENS_AT_ONCE = 20 * STRIP  # a longer prefill goes through all layers in parts of so many tokens
 _LOG2_E = 1.4426950408889634
-
-
-class KernelPool:
-    """K/V of all layers in the kernels' layout, one block more than the allocator hands out: the sink's."""
-
-    def __init__(self, config: ModelConfig, *, num_blocks: int, block_size: int, half: bool = False) -> None:
-        if block_size < 1 or block_size % LANES:
-            raise ValueError(f"block_size: {block_size} is not a multiple of {LANES}, which the CPU kernels need")
-        heads, dim = config.num_kv_heads, config.head_dim
-        dtype = np.uint16 if half else np.float32
-        self.block_size = block_size
-        self.k = np.zeros((config.num_layers, num_blocks + 1, heads, dim, block_size), dtype)
-        self.v = np.zeros((config.num_layers, num_blocks + 1, heads, block_size, _round_up(dim, LANES)), dtype)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of K and V."""
-        return self.k.nbytes + self.v.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +86,9 @@ class KernelForward:
         self._weights = _pack_layers(config, weights.layers, half)
         self._final_norm = _padded(_floats(weights.final_norm), self._width)
         self._head = pack(_padded(_floats(weights.lm_head), self._width), half=half)
-        self._embedding = weights.embedding if weights.embedding.dtype == torch.float16 else weights.embedding.float()
+        # A tied embedding is read from the packed head, so that it is in memory once.
+        tied, half_embedding = weights.lm_head is weights.embedding, weights.embedding.dtype == torch.float16
+        self._embedding = None if tied else weights.embedding if half_embedding else weights.embedding.float()
         cos, sin = rope_tables(config, max_positions, torch.float32, self.device)
         self._cos, self._sin = cos.numpy(), sin.numpy()
         self._scale = np.float32(dim**-0.5 * _LOG2_E)
@@ -121,9 +106,9 @@ class KernelForward:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of packed weights and of the embedding."""
+        """Bytes of packed weights, and of the embedding where it is not the head."""
         packed = [getattr(self._weights, name).nbytes for name in _Weights.__slots__]
-        return sum(packed) + self._head.nbytes + self._embedding.nbytes
+        return sum(packed) + self._head.nbytes + (0 if self._embedding is None else self._embedding.nbytes)
 
     def prefill(self, chunks: Sequence[Chunk], pool: KernelPool) -> Tensor:  # [C, V]
         """Compute C chunks of C sequences; returns the logits after each chunk's last token."""
@@ -148,12 +133,13 @@ class KernelForward:
 
     def decode(self, plan: DecodePlan, pool: KernelPool) -> Tensor:  # [N, V]
         """One token for each of the plan's N rows; a padded row's logits are finite and mean nothing."""
-        rows = plan.num_rows
+        rows = plan.input_ids.shape[0]
         if rows > len(self._decode_logits):
             raise ValueError(f"rows: {rows} is not in 1..{len(self._decode_logits)}")
         lens, positions = plan.context_lens.numpy(), plan.positions.numpy()
         runs = np.stack([np.arange(rows), (lens > 0).astype(np.int64), positions], axis=1)
-        groups = np.ascontiguousarray(plan.slot_mapping.numpy()[:, ::LANES])
+        # What lies past the longest row is never read, so a wide plan costs what its longest row does.
+        groups = np.ascontiguousarray(plan.slot_mapping.numpy()[:, : max(1, int(lens.max())) : LANES])
         self._run(plan.input_ids.numpy(), positions, plan.write_slots.numpy(), groups, runs, pool)
         return self._logits(self._hidden[:rows], self._decode_logits)
 
@@ -162,16 +148,24 @@ class KernelForward:
         numba.set_num_threads(self.threads)  # a thread's own setting, so it is made where it is used
         config, w = self.config, self._weights
         tokens = len(ids)
-        rows = self._embedding.index_select(0, torch.from_numpy(ids))
-        self._hidden[:tokens, : config.hidden_size] = rows.float().numpy()
+        self._embed(ids)
         tasks = plan_tasks(runs, heads=config.num_heads, kv_heads=config.num_kv_heads, threads=self.threads)
         _layers(
             self._hidden, self._qkv, self._q, self._strips, self._wide, tokens,
             w.input_norm, w.qkv, w.qkv_bias, w.output, w.output_bias,
             w.post_norm, w.gate_up, w.gate_up_bias, w.down, w.down_bias, w.q_norm, w.k_norm,
             self._cos, self._sin, self._scale, np.float32(config.rms_norm_eps), config.hidden_size,
-            positions, writes, groups, runs, tasks, pool.k, pool.v,
+            positions, writes, groups, runs, tasks, pool.k, pool.v, not bool(runs[:, 1].all()),
         )  # fmt: skip
+
+    def _embed(self, ids: Ints) -> None:
+        """The first T rows of `_hidden` = embeddings of T tokens."""
+        if self._embedding is None:
+            panels = self._head.view(np.float16) if self._head.dtype == np.uint16 else self._head
+            self._hidden[: len(ids)] = panels[ids // PANEL, :, ids % PANEL]
+        else:
+            rows = self._embedding.index_select(0, torch.from_numpy(ids))
+            self._hidden[: len(ids), : self.config.hidden_size] = rows.float().numpy()
 
     def _logits(self, hidden: Floats, logits: Floats) -> Tensor:  # [R, M'] -> [R, V]
         rows = len(hidden)
@@ -203,7 +197,7 @@ def _layers(
     input_norm, qkv, qkv_bias, output, output_bias,
     post_norm, gate_up, gate_up_bias, down, down_bias, q_norm, k_norm,
     cos, sin, scale, epsilon, size,
-    positions, writes, groups, runs, tasks, k_pool, v_pool,
+    positions, writes, groups, runs, tasks, k_pool, v_pool, padded,
 ):  # fmt: skip
     """All layers, in place: the residual stream is `hidden`, and no other buffer outlives a layer."""
     for at in range(qkv.shape[0]):
@@ -213,11 +207,18 @@ def _layers(
             qkv_out, positions, writes, cos, sin, scale, q_norm[at], k_norm[at], epsilon,
             k_pool[at], v_pool[at], q, tokens,
         )  # fmt: skip
+        if padded:
+            # A row that reads nothing gets zeros, not what the strips held: somebody's NaN may be among that.
+            strips.reshape(-1)[: tokens * q.shape[1]] = 0.0
         attention(q, k_pool[at], v_pool[at], groups, runs, tasks, strips, tokens, tasks.shape[0])
         linear(strips, output[at], output_bias[at], hidden, tokens, ADD)
         norm(hidden, post_norm[at], epsilon, size, strips, tokens)
         linear(strips, gate_up[at], gate_up_bias[at], wide, tokens, SWIGLU)
         linear(wide, down[at], down_bias[at], hidden, tokens, ADD)
+
+
+# What Python calls; each is compiled once for the types of its arguments.
+ENTRIES = (_layers, norm, linear)
 
 
 def _parts(chunks: Sequence[Chunk], most: int) -> list[list[tuple[int, int, Chunk, int, int]]]:
