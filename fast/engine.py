@@ -266,8 +266,8 @@ class Engine:
             # 4. Those that were running already compute their last token.
             parts += [self._decode(output.decode_rows)] if output.decode_rows else []
             mark("decode")
-            # 5. Every row chooses its next token at once.
-            sampled = self._sample(torch.cat(parts), output.rows)
+            # 5. Every row chooses its next token at once; most steps have one part, which is not copied.
+            sampled = self._sample(parts[0] if len(parts) == 1 else torch.cat(parts), output.rows)
             mark("sample")
             # 6. Tokens join their sequences; rows and blocks of those that ended are free again.
             events += self._commit(output.rows, sampled)
