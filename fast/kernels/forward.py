@@ -13,7 +13,7 @@ Gates: gates.linear. Proof: tests/test_kernels.py. Story: kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numba
@@ -247,7 +247,7 @@ def _pack_layers(config: ModelConfig, layers: Sequence[LayerWeights], half: bool
 
     def matrices(names: tuple[str, ...], inputs: int) -> Packed:  # [L, P, inputs, 32]
         fused = (np.concatenate([_floats(getattr(layer, name)) for name in names]) for layer in layers)
-        return _stack([pack(_padded(weight, inputs), half=half) for weight in fused])
+        return _stack((pack(_padded(weight, inputs), half=half) for weight in fused), len(layers))
 
     def biases(names: tuple[str, ...]) -> Floats:  # [L, 32 P or 0]
         rows = [[getattr(layer, name) for name in names] for layer in layers]
@@ -273,7 +273,7 @@ def _pack_layers(config: ModelConfig, layers: Sequence[LayerWeights], half: bool
         output=matrices(("output",), config.num_heads * config.head_dim),
         output_bias=biases(("output_bias",)),
         post_norm=norms("post_norm", width),
-        gate_up=_stack([gate_up(layer) for layer in layers]),
+        gate_up=_stack((gate_up(layer) for layer in layers), len(layers)),
         gate_up_bias=np.stack([gate_up_bias(layer) for layer in layers]),
         down=matrices(("down",), wide),
         down_bias=biases(("down_bias",)),
@@ -282,8 +282,13 @@ def _pack_layers(config: ModelConfig, layers: Sequence[LayerWeights], half: bool
     )
 
 
-def _stack(packed: list[Packed]) -> Packed:
-    stacked: Packed = np.stack(packed)  # type: ignore[assignment]
+def _stack(packed: Iterator[Packed], layers: int) -> Packed:  # L x [P, M, 32] -> [L, P, M, 32]
+    """All layers in one array, one at a time: no second copy of them all."""
+    first = next(packed)
+    stacked: Packed = np.empty((layers, *first.shape), first.dtype)
+    stacked[0] = first
+    for at, one in enumerate(packed, 1):
+        stacked[at] = one
     return stacked
 
 

@@ -1,7 +1,7 @@
 """Decode and prefill of the CPU kernels against the plain torch forward, same weights, taken in turn in one run.
 
-Run: `python -m pytest tests/bench/bench_kernels.py --benchmark-enable --benchmark-only`, or as a program for a table:
-`python -m tests.bench.bench_kernels --batch 1,8,32 --context 96,512 --threads 2`. Times are minima over interleaved
+Run: `python -m pytest tests/bench/bench_forward.py --benchmark-enable --benchmark-only`, or as a program for a table:
+`python -m tests.bench.bench_forward --batch 1,8,32 --context 96,512 --threads 2`. Times are minima over interleaved
 rounds (medians beside them); the parts of a step are timed by themselves and printed with the rest that they leave.
 """
 
