@@ -6,10 +6,16 @@ request that passes the length check can always run alone. This module knows blo
 requests nor the order in which they run. The slot table mirrors the block tables; whatever changes a row's tenant
 here tells it.
 
+The numbers live in tensors of its own, or, for the CPU kernels, in a `KernelPool`; `covered`, `sink`, `kv` and `fill`
+show either.
+
 Gates: gates.blocks. Proof: tests/test_fast_engine.py. Story: blocks.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,8 +23,12 @@ from torch import Tensor
 from fast.blocks import BlockAllocator, BlockTable
 from fast.pool import KVPoolPlan
 from fast.slots import SlotTable
-from gates.blocks import check_sink_outside
+from gates import FULL, enabled
+from gates.blocks import check_blocks_conserved, check_owned_once, check_sink_outside
 from reference.config import ModelConfig
+
+if TYPE_CHECKING:
+    from fast.kernels.pool import KernelPool
 
 
 class BatchedPagedKVCache:
@@ -39,6 +49,7 @@ class BatchedPagedKVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         gather: bool = False,
+        kernel_pool: KernelPool | None = None,
     ) -> None:
         sizes = {"max_batch_size": max_batch_size, "block_size": block_size, "max_model_len": max_model_len}
         for name, size in sizes.items():
@@ -54,18 +65,28 @@ class BatchedPagedKVCache:
         )
         self.tenancies = 0  # rows ever adopted
         self.prefilled_tokens = 0  # tokens that entered a row by a prefill
+        self.kernel_pool = kernel_pool
         # One tensor a layer: a write to layer 3 never makes a compiler believe that layer 4 moved.
         shape = (self.num_slots + 1, config.num_kv_heads, config.head_dim)
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        layers = range(config.num_layers if kernel_pool is None else 0)
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
         sizes = {"num_blocks": num_blocks, "block_size": block_size}
-        check_sink_outside(sink_slot=self.sink_slot, **sizes, pool_slots=self.k[0].shape[0])
+        pool_slots = self.k[0].shape[0] if kernel_pool is None else kernel_pool.num_slots
+        check_sink_outside(sink_slot=self.sink_slot, **sizes, pool_slots=pool_slots)
 
     @classmethod
     def of_plan(
-        cls, config: ModelConfig, plan: KVPoolPlan, *, dtype: torch.dtype, device: torch.device | str, gather: bool
+        cls,
+        config: ModelConfig,
+        plan: KVPoolPlan,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        gather: bool,
+        kernel_pool: KernelPool | None = None,
     ) -> BatchedPagedKVCache:
-        """The cache that a pool plan promised."""
+        """The cache that a pool plan promised; `kernel_pool`, of the same plan, takes the place of its tensors."""
         return cls(
             config,
             max_batch_size=plan.max_batch_size,
@@ -75,6 +96,7 @@ class BatchedPagedKVCache:
             dtype=dtype,
             device=device,
             gather=gather,
+            kernel_pool=kernel_pool,
         )
 
     @property
@@ -91,6 +113,36 @@ class BatchedPagedKVCache:
     def num_tokens(self) -> int:
         """Tokens whose K/V is stored, over all rows."""
         return sum(table.length for table in self.tables)
+
+    @property
+    def covered(self) -> list[Tensor]:  # each [num_slots, K, D], or [num_blocks, S, K, D] of a kernel pool
+        """Every layer's K, then every layer's V, as views of all slots that a block covers."""
+        if self.kernel_pool is not None:
+            return [view[: self.allocator.num_blocks] for view in self.kernel_pool.blocks]
+        return [pool[: self.sink_slot] for pool in (*self.k, *self.v)]
+
+    @property
+    def sink(self) -> list[Tensor]:  # each [K, D]
+        """The sink slot of every layer's K, then of every layer's V, as views."""
+        if self.kernel_pool is not None:
+            return [view[self.allocator.num_blocks, 0] for view in self.kernel_pool.blocks]
+        return [pool[self.sink_slot] for pool in (*self.k, *self.v)]
+
+    def kv(self, slots: Sequence[int] | Tensor) -> Tensor:  # [n] -> [2L, n, K, D]
+        """A copy of what n slots hold: every layer's K, then every layer's V."""
+        if self.kernel_pool is not None:
+            return self.kernel_pool.read(slots)
+        at = torch.as_tensor(slots, dtype=torch.int64, device=self.slot_table.slots.device)
+        return torch.stack([pool[at] for pool in (*self.k, *self.v)])
+
+    def fill(self, slots: Sequence[int] | Tensor, value: float) -> None:
+        """Set the K and V of some slots to one value, in every layer: for a test of what nobody reads."""
+        if self.kernel_pool is not None:
+            self.kernel_pool.fill(slots, value)
+            return
+        at = torch.as_tensor(slots, dtype=torch.int64, device=self.slot_table.slots.device)
+        for pool in (*self.k, *self.v):
+            pool[at] = value
 
     def adopt_row(self, row: int, blocks: list[int]) -> None:
         """Give an empty row its first blocks. Raises ValueError when the row still holds a tenant."""
@@ -141,3 +193,12 @@ class BatchedPagedKVCache:
         """Store the K/V of T tokens of one layer, in place. Slots are distinct, but for the sink."""
         self.k[layer].index_copy_(0, slots, k)
         self.v[layer].index_copy_(0, slots, v)
+
+    def check_blocks(self) -> None:
+        """The gates of who owns what: nothing lost, and, at full, nothing owned twice."""
+        allocator = self.allocator
+        owned = allocator.recount_owned() if enabled(FULL) else allocator.num_owned
+        check_blocks_conserved(free=allocator.num_free, owned=owned, total=allocator.num_blocks)
+        if enabled(FULL):  # every block id held, so not flat in the histories: tests and traces only
+            tables = {row: table.blocks for row, table in enumerate(self.tables)}
+            check_owned_once(tables=tables, num_blocks=allocator.num_blocks)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fast.backend import AnyForward, KernelBackend
 from fast.buckets import BucketSet, Shape
 from fast.cache import BatchedPagedKVCache
 from fast.capture import CapturedDecode, CUDAGraphRecorder, HostRecorder, Recorder
@@ -56,7 +57,7 @@ class DecodePath:
 
     def __init__(
         self,
-        forward: Forward,
+        forward: AnyForward,
         cache: BatchedPagedKVCache,
         *,
         bucket_decode: bool = False,
@@ -72,6 +73,8 @@ class DecodePath:
             raise ValueError("capture_decode: True needs bucket_decode and persist_inputs, which fix shape and address")
         if compile_decode and not bucket_decode:
             raise ValueError("compile_decode: True needs bucket_decode, or every row count would be compiled")
+        if compile_decode and isinstance(forward, KernelBackend):
+            raise ValueError("compile_decode: True compiles torch's operators, and kernels has none; choose one")
         self.forward = forward
         self.cache = cache
         self.buckets = self._bucket_set(width_multiple) if bucket_decode else None
@@ -79,7 +82,7 @@ class DecodePath:
         size = {"max_batch_size": cache.max_batch_size, "sink_slot": cache.sink_slot}
         self.inputs = DecodeInputs(**size, device=device) if persist_inputs else None
         self.compiled: CompiledDecode | None = None
-        if compile_decode and self.buckets is not None:
+        if isinstance(forward, Forward) and compile_decode and self.buckets is not None:
             self.compiled = CompiledDecode(forward, row_sizes=self.buckets.row_sizes, backend=compile_backend)
         self.captured: CapturedDecode | None = None
         if capture_decode and self.inputs is not None:
@@ -144,12 +147,11 @@ class DecodePath:
             ceiling = width_ceiling(budget_bytes, rows=rows, num_heads=num_heads)
             max_width = ceiling if max_width is None else min(max_width, ceiling)
         shapes = warm_shapes(self.buckets, max_rows=max_rows, max_width=max_width)
-        pools = [*self.cache.k, *self.cache.v]
         self.warmup = warm_decode(
             self.captured,
             shapes,
             num_heads=num_heads,
-            pools=pools,
+            pools=self.cache.covered,
             budget_bytes=budget_bytes,
         )
         # The list once more, from the set and the two trims alone: a shape that it lacks is slow for ever.
@@ -187,6 +189,7 @@ class DecodePath:
     def stats(self) -> dict[str, Any]:
         """Counts of this path: steps, replays, why the others were eager, what padding cost."""
         captured, buckets = self.captured, self.buckets
+        kernels = self.forward if isinstance(self.forward, KernelBackend) else None
         return {
             "decode_steps": self.steps,
             "decode_tokens": self.tokens,
@@ -194,6 +197,7 @@ class DecodePath:
             "eager": {"no capture": self.steps} if captured is None else dict(captured.eager),
             "captures": 0 if captured is None else captured.captures,
             "captures_after_ready": 0 if captured is None else captured.captures_after_ready,
+            "kernel_compiles_after_ready": kernels.compiles_after_ready if kernels is not None else 0,
             "compiles": 0 if self.compiled is None else self.compiled.compiles,
             "uncompiled": {} if self.compiled is None else dict(self.compiled.uncompiled),
             "row_padding_share": 0.0 if buckets is None else buckets.row_padding_share,
@@ -202,6 +206,8 @@ class DecodePath:
 
     def _bucket_set(self, width_multiple: int) -> BucketSet:
         cache = self.cache
+        if isinstance(self.forward, KernelBackend):
+            width_multiple = cache.max_model_len  # a kernel reads each row to its own length, whatever the width
         return BucketSet(
             max_batch_size=cache.max_batch_size, max_model_len=cache.max_model_len, width_multiple=width_multiple
         )

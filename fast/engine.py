@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fast.backend import AnyForward, build_backend, facts_of
 from fast.cache import BatchedPagedKVCache
 from fast.capture import Recorder
 from fast.compact import RowCompactor, RowMove
 from fast.compiled import DEFAULT_BACKEND
 from fast.decode import DEFAULT_WIDTH_MULTIPLE, DecodePath
-from fast.model import Chunk, Forward
+from fast.model import Chunk
 from fast.pool import KVPoolPlan, plan_pool
 from fast.record import Mark, StepRecord, StepRecorder, unheard
 from fast.rows import Rows, Sequence
@@ -31,7 +32,7 @@ from fast.sampling import Sampled, sample_rows
 from fast.scheduler import Scheduler, SchedulerOutput
 from fast.warmup import WarmupReport
 from gates import FULL, enabled
-from gates.blocks import check_blocks_conserved, check_owned_once, check_tables_cover
+from gates.blocks import check_tables_cover
 from gates.engine import check_ends_once, check_gauges, check_tokens_cached, check_within_limits
 from gates.plan import check_rebuild_bounded
 from gates.sampling import check_end_allowed
@@ -53,7 +54,7 @@ class Engine:
 
     def __init__(
         self,
-        forward: Forward,
+        forward: AnyForward,
         cache: BatchedPagedKVCache,
         *,
         decode: DecodePath | None = None,
@@ -105,31 +106,31 @@ class Engine:
         compact_rows: bool = False,
         gather_rows: bool = False,
         width_multiple: int = DEFAULT_WIDTH_MULTIPLE,
+        kernels: bool = False,
+        half_weights: bool = False,
+        half_kv: bool = False,
+        threads: int | None = None,
         recorder: Recorder | None = None,
         seed_source: Callable[[], int] = random_seed,
     ) -> Engine:
         """An engine over the pool that `plan_pool` makes of the sizes; every switch is separate and off.
 
         `compact_rows` moves survivors into holes, `gather_rows` leaves rows where they are and reads them through
-        one fixed buffer instead. The other switches are `DecodePath`'s; a captured or compiled path is to be
-        warmed (`warm_decode`) before it is used.
+        one fixed buffer instead. `kernels` computes on the CPU kernels (compiled here), whose weights and K/V are
+        float32 unless told, and whose width has one bucket. The other switches are `DecodePath`'s; a captured or
+        compiled path is to be warmed (`warm_decode`) before it is used.
 
         Raises:
             ValueError: a limit is out of range, the pool holds nobody, or switches contradict each other.
         """
         if compact_rows and gather_rows:
             raise ValueError("gather_rows: True leaves rows in place, compact_rows moves them; choose one")
-        pool_plan = plan_pool(
-            config,
-            max_batch_size=max_batch_size,
-            block_size=block_size,
-            element_bytes=dtype.itemsize,
-            num_blocks=num_blocks,
-            kv_bytes=kv_bytes,
-            max_model_len=max_model_len,
-        )
-        cache = BatchedPagedKVCache.of_plan(config, pool_plan, dtype=dtype, device=device, gather=gather_rows)
-        forward = Forward(config, weights, max_positions=cache.max_model_len, dtype=dtype, device=device)
+        sizes: dict[str, Any] = {"max_batch_size": max_batch_size, "block_size": block_size, "num_blocks": num_blocks}
+        sizes |= {"kv_bytes": kv_bytes, "max_model_len": max_model_len, "kernels": kernels}
+        pool_plan = plan_pool(config, element_bytes=2 if half_kv else dtype.itemsize, **sizes)
+        where: dict[str, Any] = {"dtype": dtype, "device": device, "gather": gather_rows}
+        halves: dict[str, Any] = {"half_weights": half_weights, "half_kv": half_kv}
+        forward, cache = build_backend(config, weights, pool_plan, **where, kernels=kernels, **halves, threads=threads)
         decode = DecodePath(
             forward,
             cache,
@@ -213,6 +214,7 @@ class Engine:
         return {
             "name": "fast",
             "dtype": str(self.forward.dtype),
+            "backend": facts_of(self.forward),
             "max_model_len": self.max_model_len,
             "rows": "free" if compactor is None else compactor.mode,
             "pool": None if self.pool_plan is None else self.pool_plan.as_dict(),
@@ -264,8 +266,8 @@ class Engine:
             # 4. Those that were running already compute their last token.
             parts += [self._decode(output.decode_rows)] if output.decode_rows else []
             mark("decode")
-            # 5. Every row chooses its next token at once.
-            sampled = self._sample(torch.cat(parts), output.rows)
+            # 5. Every row chooses its next token at once; most steps have one part, which is not copied.
+            sampled = self._sample(parts[0] if len(parts) == 1 else torch.cat(parts), output.rows)
             mark("sample")
             # 6. Tokens join their sequences; rows and blocks of those that ended are free again.
             events += self._commit(output.rows, sampled)
@@ -352,7 +354,7 @@ class Engine:
     def _check_schedule(self, output: SchedulerOutput) -> None:
         tables = [self.cache.tables[row] for row in output.decode_rows]
         check_decode_room(lengths=[table.length for table in tables], capacities=[table.capacity for table in tables])
-        self._check_blocks()
+        self.cache.check_blocks()
 
     def _check_step(self, events: list[Event], open_before: set[str]) -> None:
         check_ends_once(
@@ -365,7 +367,7 @@ class Engine:
             blocks_held=[len(table.blocks) for table in self.cache.tables],
             block_size=self.cache.block_size,
         )
-        self._check_blocks()
+        self.cache.check_blocks()
         slot_table = self.cache.slot_table
         check_resyncs_bounded(resyncs=slot_table.resyncs, tenancies=self.cache.tenancies)
         check_rebuild_bounded(
@@ -382,13 +384,3 @@ class Engine:
         """The open requests that the gate sees: all at full, else those that spoke, for a queue can be long."""
         spoke = {event.request_id for event in events}
         return set(self._open) if enabled(FULL) else {name for name in spoke if name in self._open}
-
-    def _check_blocks(self) -> None:
-        allocator = self.cache.allocator
-        owned = allocator.recount_owned() if enabled(FULL) else allocator.num_owned
-        check_blocks_conserved(free=allocator.num_free, owned=owned, total=allocator.num_blocks)
-        if enabled(FULL):  # every block id held, so not flat in the histories: tests and traces only
-            check_owned_once(
-                tables={row: table.blocks for row, table in enumerate(self.cache.tables)},
-                num_blocks=allocator.num_blocks,
-            )

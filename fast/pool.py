@@ -17,6 +17,7 @@ from reference.config import ModelConfig
 
 DEFAULT_KV_BYTES = 1 << 30
 SMALLEST_TABLE_BUDGET = 64 << 20
+KERNEL_LANES = 16  # numbers in a vector of the CPU kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,11 @@ def plan_pool(
     num_blocks: int | None = None,
     kv_bytes: int | None = None,
     max_model_len: int | None = None,
+    kernels: bool = False,
 ) -> KVPoolPlan:
     """A pool of `num_blocks`, or of what `kv_bytes` buys (1 GiB unless told), never more than `max_batch_size`
-    full-length requests can use. The slot table comes on top and may not outgrow the pool's budget.
+    full-length requests can use. The slot table comes on top and may not outgrow the pool's budget. The CPU `kernels`
+    round a value's size up to whole vectors and give the sink a block, which comes on top of the budget.
 
     Raises:
         ValueError: a size is out of range, the pool cannot hold one prompt token and one answer token, or the
@@ -65,7 +68,10 @@ def plan_pool(
     if num_blocks is not None and kv_bytes is not None:
         raise ValueError(f"kv_bytes: {kv_bytes} and num_blocks {num_blocks} both size the pool; give one")
     limit = config.max_positions if max_model_len is None else min(max_model_len, config.max_positions)
-    slot_bytes = config.kv_elements_per_token * element_bytes
+    elements = config.kv_elements_per_token
+    if kernels:
+        elements += config.num_layers * config.num_kv_heads * (-config.head_dim % KERNEL_LANES)
+    slot_bytes = elements * element_bytes
     budget = None
     if num_blocks is None:
         budget = DEFAULT_KV_BYTES if kv_bytes is None else kv_bytes
@@ -88,7 +94,7 @@ def plan_pool(
         block_size=block_size,
         num_blocks=num_blocks,
         max_model_len=limit,
-        pool_bytes=(num_blocks * block_size + 1) * slot_bytes,
+        pool_bytes=(num_blocks * block_size + (block_size if kernels else 1)) * slot_bytes,
         table_bytes=table,
         block_table_bytes=blocks,
         budget_bytes=budget,

@@ -16,6 +16,8 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -47,6 +49,10 @@ def build_engine(
     width_multiple: int = 128,
     warm_rows: int | None = None,
     warm_width: int | None = None,
+    kernels: bool = False,
+    half_weights: bool = False,
+    half_kv: bool = False,
+    threads: int | None = None,
 ) -> Engine:
     """An idle engine over a loaded model, warm when it captures. `dtype` is what it computes in.
 
@@ -56,6 +62,8 @@ def build_engine(
     Raises:
         ValueError: the engine's name, or a size or switch that cannot work, with the range allowed.
     """
+    if loaded.weights is None:
+        raise ValueError(f"loaded: {loaded.name} has given its weights to another engine; load it again")
     if engine == "reference":
         from reference.engine import Engine as ReferenceEngine
 
@@ -63,21 +71,21 @@ def build_engine(
     if engine == "fast":
         from fast.engine import Engine as FastEngine
 
+        sizes: dict[str, Any] = {"max_batch_size": max_batch_size, "block_size": block_size}
+        sizes |= {"kv_bytes": kv_cache_bytes, "max_model_len": max_model_len, "width_multiple": width_multiple}
+        computes: dict[str, Any] = {"dtype": dtype, "kernels": kernels, "threads": threads}
+        computes |= {"half_weights": half_weights, "half_kv": half_kv}
         fast = FastEngine.build(
             loaded.config,
             loaded.weights,
-            max_batch_size=max_batch_size,
-            block_size=block_size,
-            kv_bytes=kv_cache_bytes,
-            max_model_len=max_model_len,
-            dtype=dtype,
             bucket_decode=bucket_decode,
             persist_inputs=persist_inputs,
             capture_decode=capture_decode,
             compact_rows=compact_rows,
             gather_rows=gather_rows,
             compile_decode=compile_decode,
-            width_multiple=width_multiple,
+            **sizes,
+            **computes,
         )
         # After the pool is planned and allocated, before anybody can ask for anything.
         if capture_decode or compile_decode:
@@ -95,10 +103,13 @@ def boot(args: argparse.Namespace) -> tuple[LoadedModel, Engine]:
         ModelError, ValueError, OSError: as `load_model`.
     """
     start = time.perf_counter()
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    set_threads(args.threads)
     loaded = load_model(args.model)
+    weights = weights_line(loaded)
     try:
+        chosen = backend(args, loaded)
+        if chosen["half_weights"]:
+            loaded = round_weights(loaded)
         engine = build_engine(
             loaded,
             engine=args.engine,
@@ -111,10 +122,13 @@ def boot(args: argparse.Namespace) -> tuple[LoadedModel, Engine]:
             warm_rows=args.warm_rows,
             warm_width=args.warm_width,
             **switches(args),
+            **chosen,
         )
     except ValueError as error:
         raise as_option(error) from error
-    print(boot_line(loaded, engine, args, seconds=time.perf_counter() - start), file=sys.stderr)
+    # The engine has its own copy, packed or cast; what it was made from is not held beside it.
+    loaded = replace(loaded, weights=None)
+    print(boot_line(weights, engine, args, seconds=time.perf_counter() - start), file=sys.stderr)
     if engine.max_model_len < (args.max_model_len or loaded.config.max_positions):
         wanted = args.max_model_len or loaded.config.max_positions
         print(
@@ -142,6 +156,38 @@ def switches(args: argparse.Namespace) -> dict[str, bool]:
     }
 
 
+def backend(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
+    """The other bundle: the CPU kernels wherever they can run, on packed halves where those are still the model.
+
+    Both engines get these, so that the reference computes from the weights that the fast engine has packed.
+    """
+    from fast.backend import why_no_kernels
+    from fast.linear import half_loss
+
+    dtype = getattr(torch, args.dtype)
+    kernels, half = args.kernels, args.half_weights
+    if kernels is None:
+        kernels = not args.compile and not why_no_kernels(dtype=dtype, device="cpu", block_size=args.block_size)
+    if half is None:
+        half = kernels and loaded.weights is not None and half_loss(loaded.weights).acceptable
+    threads = torch.get_num_threads() if kernels else None
+    return {"kernels": kernels, "half_weights": half, "half_kv": args.half_kv, "threads": threads}
+
+
+def round_weights(loaded: LoadedModel) -> LoadedModel:
+    """The model with its matrices rounded to half precision once; itself when it was stored so."""
+    from fast.linear import round_to_half
+
+    return loaded if loaded.weights is None else replace(loaded, weights=round_to_half(loaded.weights))
+
+
+def set_threads(threads: int | None) -> None:
+    """One number for torch and the kernels alike: what was asked for, else the physical cores there are."""
+    from fast.backend import default_threads
+
+    torch.set_num_threads(default_threads() if threads is None else threads)
+
+
 def as_option(error: ValueError) -> UsageError:
     """An error of the contract (`max_tokens: 0 is not …`) in the words of the command line (`--max-tokens: …`)."""
     field, colon, rest = str(error).partition(":")
@@ -152,14 +198,26 @@ def as_option(error: ValueError) -> UsageError:
     return UsageError(f"--{renamed.get(field, field).replace('_', '-')}:{rest}")
 
 
-def boot_line(loaded: LoadedModel, engine: Engine, args: argparse.Namespace, *, seconds: float) -> str:
-    """One line: the model and its weights, the engine and its limits, and how long the start took."""
+def weights_line(loaded: LoadedModel) -> str:
+    """The model and its weights as they are stored."""
+    if loaded.weights is None:
+        return loaded.name
     num_weights = sum(tensor.numel() for tensor in loaded.weights.tensors())
     stored = str(loaded.weights.embedding.dtype).removeprefix("torch.")
+    return f"{loaded.name}: {num_weights / 1e6:.1f} M weights in {stored} ({loaded.weights.num_bytes / 1e6:.0f} MB)"
+
+
+def boot_line(weights: str, engine: Engine, args: argparse.Namespace, *, seconds: float) -> str:
+    """One line: the model and its weights, the engine, its backend and limits, and how long the start took."""
     rows = args.max_batch_size if args.engine == "fast" else 1
+    facts = engine.describe().get("backend")
+    runs_on = ""
+    if facts is not None:
+        promise = "invariant" if facts["schedule_invariant"] else "not invariant"
+        runs_on = f" on {facts['name']} (weights {facts['weights']}, K/V {facts['kv']}; schedule {promise})"
     return (
-        f"{loaded.name}: {num_weights / 1e6:.1f} M weights in {stored} ({loaded.weights.num_bytes / 1e6:.0f} MB) | "
-        f"{args.engine} engine in {args.dtype}, {rows} rows, up to {engine.max_model_len:,} tokens a request, "
+        f"{weights} | {args.engine} engine in {args.dtype}{runs_on}, {rows} rows, "
+        f"up to {engine.max_model_len:,} tokens a request, "
         f"K/V room for {engine.stats()['kv_capacity_tokens']:,} tokens | {torch.get_num_threads()} threads | "
         f"ready in {seconds:.1f} s"
     )

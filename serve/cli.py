@@ -100,9 +100,29 @@ def _engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-size", type=integer(1, 1024), default=16, metavar="S", help="default: 16 tokens")
     parser.add_argument("--kv-cache-memory", type=num_bytes, default=2**30, metavar="SIZE", help="default: 1GiB")
     parser.add_argument("--max-model-len", type=integer(1), metavar="T", help="tokens; default: what the model allows")
-    parser.add_argument("--threads", type=integer(1, 1024), metavar="N", help="CPU threads; default: torch's choice")
+    parser.add_argument("--threads", type=integer(1, 1024), metavar="N", help="CPU threads; default: physical cores")
+    _kernel_arguments(parser)
     _decode_arguments(parser)
     trace_option(parser)
+
+
+def _kernel_arguments(parser: argparse.ArgumentParser) -> None:
+    add, on_off = parser.add_argument, argparse.BooleanOptionalAction
+    add(
+        "--kernels",
+        action=on_off,
+        default=None,
+        help="compute on the compiled CPU kernels, with the same bits under every schedule; default: where they can "
+        "run, which is in float32 and blocks of a multiple of 16 tokens",
+    )
+    add(
+        "--half-weights",
+        action=on_off,
+        default=None,
+        help="round the weights to half precision once and pack them so; default: with the kernels, where that keeps "
+        "the checkpoint's precision",
+    )
+    add("--half-kv", action="store_true", help="keep K/V in half precision: twice the room, read in half the time")
 
 
 def _decode_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +143,13 @@ def _decode_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gather-rows", action="store_true", help="leave rows in place and copy them to one address each step")
     add("--warm-rows", type=integer(1), metavar="R", help="record no shape with more rows; default: all")
     add("--warm-width", type=integer(1), metavar="W", help="record no shape wider than this; default: all")
-    add("--width-multiple", type=integer(1), default=128, metavar="W", help="stride of the widths; default: 128")
+    add(
+        "--width-multiple",
+        type=integer(1),
+        default=128,
+        metavar="W",
+        help="stride of the widths without kernels; default: 128",
+    )
 
 
 def _serve_arguments(parser: argparse.ArgumentParser) -> None:

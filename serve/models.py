@@ -77,11 +77,14 @@ class InstalledModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory. `path` is where it was read from, None when it was made up (`tiny-random`)."""
+    """A model in memory. `path` is where it was read from, None when it was made up (`tiny-random`).
+
+    `weights` is None once an engine holds them in a form of its own.
+    """
 
     name: str
     config: ModelConfig
-    weights: ModelWeights
+    weights: ModelWeights | None
     tokenizer: Tokenizer
     path: Path | None
 

@@ -68,12 +68,14 @@ def replay_file(path: Path, *, model: str | None) -> int:
     """
     import torch
 
-    from serve.boot import build_engine
+    from serve.boot import build_engine, round_weights
     from serve.models import load_model
 
     reader = TraceReader(path)
     told = reader.header["engine"]
     loaded = load_model(model or reader.header["model"])
+    if told.get("backend", {}).get("weights") == "float16":
+        loaded = round_weights(loaded)  # the traced engine had packed them so
     check_same_config(reader, json.loads(json.dumps(asdict(loaded.config))))
     dtype = getattr(torch, told["dtype"].removeprefix("torch."))
     engine = build_engine(loaded, engine="reference", max_model_len=told["max_model_len"], dtype=dtype)

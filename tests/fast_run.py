@@ -21,7 +21,7 @@ from gates.blocks import check_blocks_conserved, check_owned_once
 from gates.scheduler import check_rows_accounted, check_rows_follow_requests, check_vacated_rows_neutral
 from gates.slots import check_slots_agree
 from reference.request import Completion, Request
-from tests.traces import ARMS, ENDED, ENDING, PREEMPTED, RUNNING, WAITING, Arrival, LockstepError, Trace
+from tests.traces import ENDED, ENDING, PREEMPTED, RUNNING, WAITING, Arrival, LockstepError, Trace, arm_of
 
 
 @dataclass
@@ -126,8 +126,8 @@ class FastRun:
         reasons = {reason for reason, steps in stats["eager"].items() if steps}
         if stats["decode_steps"] != stats["replayed"] + sum(stats["eager"].values()):
             raise self.error(f"decode steps are missing from the books: {stats}")
-        if not reasons <= ARMS[self.trace.arm].eager:
-            raise self.error(f"arm {self.trace.arm} may run eagerly for {set(ARMS[self.trace.arm].eager)}: {stats}")
+        if not reasons <= arm_of(self.trace.arm).eager:
+            raise self.error(f"arm {self.trace.arm} may run eagerly for {set(arm_of(self.trace.arm).eager)}: {stats}")
 
     def _abort_due(self) -> None:
         due, self._due = self._due, []
@@ -187,7 +187,7 @@ def live_kv(engine: Engine) -> dict[str, Tensor]:  # [2L, length, K, D] each
     cache, running = engine.cache, engine.scheduler.running
     tables = {sequence.request.id: cache.tables[row] for row, sequence in running.items()}
     slots = torch.tensor([slot for t in tables.values() for slot in t.slots(0, t.length)], dtype=torch.int64)
-    everything = torch.stack([pool[slots] for pool in (*cache.k, *cache.v)])
+    everything = cache.kv(slots)
     return dict(zip(tables, everything.split([table.length for table in tables.values()], dim=1), strict=True))
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from fast.engine import Engine
+from fast.kernels.pool import KernelPool
+from fast.linear import round_to_half
 from fast.model import Chunk
 from reference.cache import KVCache
 from reference.config import ModelConfig, RopeScaling
@@ -23,7 +25,7 @@ from reference.engine import Engine as ReferenceEngine
 from reference.request import Completion, Request, TokenLogprobs
 from reference.weights import ModelWeights, random_weights
 from tests.fast_run import Answer, FastRun
-from tests.traces import ARMS, Trace
+from tests.traces import Trace, arm_of
 
 TINY = ModelConfig(
     architecture="llama",
@@ -80,8 +82,11 @@ LOGPROB_BOUND = {"float64": 1e-9, "float32": 1e-4}
 
 
 @cache
-def model_of(shape: str) -> tuple[ModelConfig, ModelWeights]:
-    """A shape's config and weights; any other name is an installed model's."""
+def model_of(shape: str, half: bool = False) -> tuple[ModelConfig, ModelWeights]:
+    """A shape's config and weights, rounded once when `half`; any other name is an installed model's."""
+    if half:
+        config, weights = model_of(shape)
+        return config, round_to_half(weights)
     if shape in SHAPES:
         return SHAPES[shape], tiny_weights(shape)
     from serve.models import load_model
@@ -92,7 +97,8 @@ def model_of(shape: str) -> tuple[ModelConfig, ModelWeights]:
 
 def engine_of(trace: Trace) -> Engine:
     """The fast engine of a trace's limits and arm, warmed as far as the arm says."""
-    config, weights = model_of(trace.shape)
+    arm = arm_of(trace.arm)
+    config, weights = model_of(trace.shape, is_half(trace))
     engine = Engine.build(
         config,
         weights,
@@ -103,14 +109,19 @@ def engine_of(trace: Trace) -> Engine:
         width_multiple=trace.width_multiple,
         dtype=getattr(torch, trace.dtype),
         seed_source=lambda: UNNAMED_SEED,
-        **ARMS[trace.arm].switches,
+        **arm.switches,
     )
-    if ARMS[trace.arm].warm == "all":
+    if arm.warm == "all":
         engine.warm_decode()
-    elif ARMS[trace.arm].warm == "half":
+    elif arm.warm == "half":
         rows, widths = engine.decode.buckets.row_sizes, engine.decode.buckets.widths
         engine.warm_decode(max_rows=rows[(len(rows) - 1) // 2], max_width=widths[(len(widths) - 1) // 2])
     return engine
+
+
+def is_half(trace: Trace) -> bool:
+    """Both engines get a model whose matrices were rounded to half precision."""
+    return arm_of(trace.arm).switches.get("half_weights", False)
 
 
 def run_fast(trace: Trace) -> FastRun:
@@ -156,7 +167,7 @@ def compare(run: FastRun, answer: Answer) -> None:
         if answer.refusal is None:
             raise run.error(f"{request.id}: taken while a request of that id is open")
         return
-    wanted = reference_answer(run.trace.shape, run.trace.dtype, run.engine.max_model_len, request)
+    wanted = reference_answer(run.trace.shape, run.trace.dtype, run.engine.max_model_len, request, is_half(run.trace))
     if isinstance(wanted, str) or answer.refusal is not None:
         if wanted != answer.refusal:
             raise run.error(f"{request.id}: fast says {answer.refusal!r}, the reference {wanted!r}")
@@ -175,18 +186,20 @@ def compare(run: FastRun, answer: Answer) -> None:
 
 
 @lru_cache(maxsize=4096)
-def reference_answer(shape: str, dtype: str, max_model_len: int, request: Request) -> Completion | str:
+def reference_answer(
+    shape: str, dtype: str, max_model_len: int, request: Request, half: bool = False
+) -> Completion | str:
     """The reference's completion of one request alone, or the message with which it refuses it."""
     try:
-        return _reference(shape, dtype, max_model_len).generate([request])[0]
+        return _reference(shape, dtype, max_model_len, half).generate([request])[0]
     except ValueError as refusal:
         return str(refusal)
 
 
 @cache
-def _reference(shape: str, dtype: str, max_model_len: int) -> ReferenceEngine:
+def _reference(shape: str, dtype: str, max_model_len: int, half: bool) -> ReferenceEngine:
     return ReferenceEngine(
-        *model_of(shape),
+        *model_of(shape, half),
         max_model_len=max_model_len,
         dtype=getattr(torch, dtype),
         seed_source=lambda: UNNAMED_SEED,
@@ -219,20 +232,24 @@ def _mismatch(run: FastRun, answer: Answer, wanted: Completion) -> str:
 
 def fast_logits(engine: Engine, tokens: list[int]) -> Tensor:  # [V]
     """The fast forward's logits after `tokens`, computed alone in a pool of their own."""
+    kernels, length = engine.cache.kernel_pool, len(tokens)
+    block_size = length if kernels is None else -(-length // 16) * 16
+    own = None if kernels is None else KernelPool(engine.config, num_blocks=1, block_size=block_size, half=kernels.half)
     pool = type(engine.cache)(
         engine.config,
         max_batch_size=1,
         num_blocks=1,
-        block_size=len(tokens),
-        max_model_len=len(tokens),
+        block_size=block_size,
+        max_model_len=length,
         dtype=engine.forward.dtype,
+        kernel_pool=own,
     )
-    return engine.forward.prefill([Chunk(0, tuple(tokens), tuple(range(len(tokens))))], pool)[0].double()
+    return engine.forward.prefill([Chunk(0, tuple(tokens), tuple(range(length)))], pool)[0].double()
 
 
 def reference_logits(limits: Trace, tokens: list[int]) -> Tensor:  # [T, V]
     """The reference forward's logits after each of `tokens`."""
-    engine = _reference(limits.shape, limits.dtype, len(tokens) + 1)
+    engine = _reference(limits.shape, limits.dtype, len(tokens) + 1, is_half(limits))
     kv = KVCache(engine.config, max_tokens=len(tokens), dtype=engine.dtype)
     with torch.inference_mode():
         positions = torch.arange(len(tokens)).unsqueeze(0)

@@ -215,7 +215,48 @@ def test_every_engine_option_reaches_the_engine(command: str, monkeypatch: pytes
         "compact_rows": True,
         "gather_rows": False,
         "compile_decode": False,
+        "kernels": False,
+        "half_weights": False,
+        "half_kv": False,
+        "threads": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("flags", "kernels", "half_weights", "half_kv"),
+    [
+        ([], True, True, False),
+        (["--no-kernels"], False, False, False),
+        (["--kernels", "--half-kv"], True, True, True),
+        (["--no-half-weights"], True, False, False),
+        (["--dtype", "float64"], False, False, False),
+        (["--block-size", "24"], False, False, False),
+        (["--block-size", "24", "--kernels"], True, True, False),
+    ],
+)
+def test_the_command_line_chooses_the_backend(tiny, flags, kernels, half_weights, half_kv) -> None:
+    chosen = boot.backend(build_parser().parse_args(["serve", *flags]), tiny)
+    threads = torch.get_num_threads() if kernels else None
+    assert chosen == {"kernels": kernels, "half_weights": half_weights, "half_kv": half_kv, "threads": threads}
+
+
+def test_weights_are_not_held_beside_the_engines_own_and_the_line_says_what_runs(capsys) -> None:
+    args = ["serve", "--model", "tiny-random", "--max-model-len", "64", "--max-batch-size", "2"]
+    loaded, engine = boot.boot(build_parser().parse_args(args))
+    assert loaded.weights is None
+    assert engine.describe()["backend"]["weights"] == "float16"
+    told = "fast engine in float32 on kernels (weights float16, K/V float32; schedule invariant), 2 rows"
+    assert told in capsys.readouterr().err
+    with pytest.raises(ValueError, match="loaded: tiny-random has given its weights"):
+        build_engine(loaded)
+
+
+def test_kernels_that_cannot_run_are_refused_in_the_words_of_the_option(capsys) -> None:
+    argv = ["generate", "--model", "tiny-random", "--prompt", "x", "--block-size", "24"]
+    assert main([*argv, "--kernels"]) == 2
+    assert "--kernels: True needs a block_size that is a multiple of 16, not 24" in capsys.readouterr().err
+    assert main([*argv, "--half-kv"]) == 2
+    assert "--half-kv: True needs kernels, which are off" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

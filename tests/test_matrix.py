@@ -22,9 +22,31 @@ from fast.slots import SlotTable
 from gates.core import at_level
 from reference.request import Request, SamplingParams
 from tests.fast_run import Answer, FastRun
-from tests.harness import SHAPES, compare, engine_of, lockstep, reference_answer, reference_logits, tiny_engine
+from tests.harness import (
+    SHAPES,
+    compare,
+    engine_of,
+    is_half,
+    lockstep,
+    reference_answer,
+    reference_logits,
+    tiny_engine,
+)
 from tests.strategies import limits, plain_params, requests, traces
-from tests.traces import ALL_ON, ARMS, ENDED, ENDING, PREEMPTED, RUNNING, STATES, WAITING, Arrival, LockstepError, Trace
+from tests.traces import (
+    ALL_ON,
+    ARMS,
+    ENDED,
+    ENDING,
+    KERNEL_ARMS,
+    PREEMPTED,
+    RUNNING,
+    STATES,
+    WAITING,
+    Arrival,
+    LockstepError,
+    Trace,
+)
 
 pytestmark = pytest.mark.differential
 
@@ -127,6 +149,20 @@ def test_float32_agrees_where_logits_are_well_separated(arm: str, shape: str):
     assert len(arrivals) > 12, "nearly all"
     run = lockstep(replace(base, arrivals=arrivals))
     assert run.engine.stats()["preemptions"] > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("arm", KERNEL_ARMS)
+def test_the_cpu_kernels_agree_where_logits_are_well_separated(arm: str, shape: str):
+    limits = {"max_batch_size": 5, "block_size": 16, "num_blocks": 5, "max_model_len": 80}
+    base = Trace(arm=arm, shape=shape, dtype="float32", **limits)
+    lengths = [length for length in (3, 5, 9, 15, 16, 17, 31, 40) if smallest_gap(_alone(base, length)) > SEPARATED]
+    arrivals = tuple(arrival for length in lengths for arrival in _alone(base, length).arrivals)
+    assert len(arrivals) > 5, "nearly all"
+    run = lockstep(replace(base, arrivals=arrivals))
+    stats = run.engine.stats()
+    assert stats["preemptions"] > 0
+    assert (stats["replayed"] > 0) == ("capture_decode" in KERNEL_ARMS[arm].switches)
 
 
 def _alone(base: Trace, length: int) -> Trace:
@@ -246,7 +282,7 @@ def smallest_gap(trace: Trace) -> float:
     gaps = [float("inf")]
     room = min(trace.max_model_len, trace.num_blocks * trace.block_size)
     for request in (child for arrival in trace.arrivals for child in arrival.request.expand()):
-        answer = reference_answer(trace.shape, trace.dtype, room, request)
+        answer = reference_answer(trace.shape, trace.dtype, room, request, is_half(trace))
         if not isinstance(answer, str):
             logits = reference_logits(trace, [*request.prompt_ids, *answer.token_ids[:-1]])
             top = logits[len(request.prompt_ids) - 1 :].topk(5).values

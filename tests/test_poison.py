@@ -35,6 +35,13 @@ PATHS: dict[str, dict[str, bool]] = {
     "capture": {"bucket_decode": True, "persist_inputs": True, "capture_decode": True},
 }
 ARMS = [(path, rows) for path in PATHS for rows in ROWS]
+# The same on the CPU kernels, in float32 and blocks of 16; the last keeps its K/V in half precision.
+KERNELS: dict[str, dict[str, bool]] = {
+    "kernels exact": {"kernels": True},
+    "kernels capture": {**PATHS["capture"], "kernels": True},
+    "kernels half": {**PATHS["capture"], "kernels": True, "half_weights": True, "half_kv": True},
+}
+KERNEL_ARMS = [(path, rows) for path in KERNELS for rows in ROWS]
 NAN, LARGE = float("nan"), 1e4
 TIGHT = 9  # blocks: enough for the longest request, too few for all, so rows are preempted too
 
@@ -72,8 +79,7 @@ class Poisoner:
         live = {slot for table in cache.tables for slot in table.slots(0, table.length)} - set(unwritten)
         nobody = [slot for slot in range(cache.num_slots) if slot not in live]
         slots = {"sink": [cache.sink_slot], "free": nobody, "tails": nobody, "padding": []}[self.kind]
-        for pool in (*cache.k, *cache.v):
-            pool[slots] = self.value
+        cache.fill(slots, self.value)
         if self.kind == "tails":
             table, legal = cache.slot_table, [*sorted(live), *nobody, cache.sink_slot]
             for row in range(cache.max_batch_size):
@@ -83,14 +89,11 @@ class Poisoner:
 
 def run(path: str, rows: str, kind: str | None = None, value: float = NAN) -> Recorded:
     """The museum's rush of six requests through one arm, poisoned or not."""
-    engine = Engine.build(
-        scenes.TINY,
-        scenes.tiny_weights(),
-        dtype=torch.float64,
-        **(scenes.SIZES | {"num_blocks": TIGHT, "width_multiple": 16}),
-        **PATHS[path],
-        **ROWS[rows],
-    )
+    sizes, dtype = {"num_blocks": TIGHT, "width_multiple": 16}, torch.float64
+    if path in KERNELS:
+        sizes, dtype = {"num_blocks": 4, "block_size": 16}, torch.float32
+    switches = (PATHS | KERNELS)[path] | ROWS[rows]
+    engine = Engine.build(scenes.TINY, scenes.tiny_weights(), dtype=dtype, **(scenes.SIZES | sizes), **switches)
     if engine.decode.captured is not None:
         engine.warm_decode()
     recorded, poisoner = Recorded(), Poisoner(engine, kind, value) if kind else None
@@ -134,7 +137,7 @@ def _live_kv(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     for row, sequence in engine.scheduler.running.items():
         table = engine.cache.tables[row]
         slots = table.slots(0, table.length)
-        yield sequence.request.id, torch.stack([pool[slots] for pool in (*engine.cache.k, *engine.cache.v)])
+        yield sequence.request.id, engine.cache.kv(slots)
 
 
 def differences(poisoned: Recorded, wanted: Recorded) -> list[str]:
@@ -154,23 +157,24 @@ def differences(poisoned: Recorded, wanted: Recorded) -> list[str]:
 
 @pytest.mark.parametrize("value", [NAN, LARGE], ids=["nan", "1e4"])
 @pytest.mark.parametrize("kind", ["sink", "free", "tails"])
-@pytest.mark.parametrize(("path", "rows"), ARMS, ids=lambda name: name.replace(" ", "+"))
+@pytest.mark.parametrize(("path", "rows"), ARMS + KERNEL_ARMS, ids=lambda name: name.replace(" ", "+"))
 def test_what_nobody_owns_reaches_no_live_bit(path: str, rows: str, kind: str, value: float):
     assert differences(run(path, rows, kind, value), clean(path, rows)) == []
 
 
-@pytest.mark.parametrize(("path", "rows"), ARMS, ids=lambda name: name.replace(" ", "+"))
+@pytest.mark.parametrize(("path", "rows"), ARMS + KERNEL_ARMS, ids=lambda name: name.replace(" ", "+"))
 def test_what_padded_lines_ask_for_reaches_no_live_bit(path: str, rows: str):
     assert differences(run(path, rows, "padding"), clean(path, rows)) == []
 
 
-@pytest.mark.parametrize(("path", "rows"), ARMS, ids=lambda name: name.replace(" ", "+"))
+@pytest.mark.parametrize(("path", "rows"), ARMS + KERNEL_ARMS, ids=lambda name: name.replace(" ", "+"))
 def test_the_run_is_padded_moved_preempted_and_replayed_where_its_arm_does_so(path: str, rows: str):
     stats = clean(path, rows).stats
     assert stats["preemptions"] > 0
     assert (stats["moves"] > 0) == (rows == "compact")
-    assert (stats["row_padding_share"] > 0) == ("bucket_decode" in PATHS[path])
-    assert (stats["replayed"] > 0) == (path == "capture")
+    switches = (PATHS | KERNELS)[path]
+    assert (stats["row_padding_share"] > 0) == ("bucket_decode" in switches)
+    assert (stats["replayed"] > 0) == ("capture_decode" in switches)
 
 
 @pytest.mark.parametrize(("path", "rows"), ARMS, ids=lambda name: name.replace(" ", "+"))
@@ -179,6 +183,16 @@ def test_every_arm_gives_the_same_events(path: str, rows: str):
         return sorted(recorded.events, key=lambda event: event[:2])  # within a step the order is the rows'
 
     assert by_request(clean(path, rows)) == by_request(clean("exact", "free"))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("path", KERNELS)
+def test_kernel_arms_keep_a_requests_bits_whatever_the_rows_do(path: str, rows: str):
+    # Free rows, moved rows and gathered ones schedule alike, so step for step the K/V is the same.
+    kept, wanted = clean(path, rows).kept, clean(path, "free").kept
+    for here, there in zip(kept, wanted, strict=True):
+        assert here.keys() == there.keys()
+        assert all(torch.equal(here[name], there[name]) for name in here)
 
 
 # ---- rejects ----------------------------------------------------------------------------------------------------

@@ -49,7 +49,10 @@ def run_arm(*flags: str) -> tuple[dict, dict, list[str]]:
     """Serve tiny-random with `flags`, send sixteen requests of four lengths at once; (boot, stats, texts)."""
     loaded = load_model("tiny-random")
     args = build_parser().parse_args(["serve", "--model", "tiny-random", "--max-batch-size", "8", *flags])
-    engine = boot.build_engine(loaded, max_batch_size=8, max_model_len=256, **boot.switches(args))
+    switches = boot.switches(args) | boot.backend(args, loaded)
+    if switches["half_weights"]:
+        loaded = boot.round_weights(loaded)
+    engine = boot.build_engine(loaded, max_batch_size=8, max_model_len=256, **switches)
     with serving(Held(engine), loaded.tokenizer) as served:
 
         def ask(i: int) -> str:
@@ -79,11 +82,24 @@ def test_default_flags_replay_every_decode_step():
     )
     check_no_cold_captures(captures_after_ready=stats["captures_after_ready"])
     assert stats["decode_steps"] == coverage(rows=8, requests=16, gens=LENGTHS).decode_steps
-    assert booted["decode"]["warm"]["graphs"] == stats["captures"] == 4 * 2
+    assert booted["decode"]["warm"]["graphs"] == stats["captures"] == 4  # one width
+    assert booted["backend"]["schedule_invariant"] is True
+    assert booted["backend"]["reason"]
+    assert stats["kernel_compiles_after_ready"] == 0
     assert booted["pool"]["capacity_tokens"] == stats["kv_capacity_tokens"]
     assert booted["rows"] == "compact"
     assert (stats["running"], stats["waiting"], stats["kv_tokens"]) == (0, 0, 0)
     assert texts == run_arm("--no-cuda-graphs")[2]
+
+
+def test_without_kernels_every_decode_step_is_replayed_too_and_no_promise_is_made():
+    booted, stats, texts = run_arm("--no-kernels")
+    check_arm_replayed_every_step(
+        decode_steps=stats["decode_steps"], replayed=stats["replayed"], reasons=stats["eager"]
+    )
+    assert booted["decode"]["warm"]["graphs"] == stats["captures"] == 4 * 2
+    assert booted["backend"]["schedule_invariant"] is False
+    assert len(texts) == 16
 
 
 def test_gathered_rows_replay_every_decode_step_without_a_move():

@@ -1,7 +1,8 @@
 """What a lockstep run is told: an arm of the fast engine, who arrives and who leaves at which step, over which limits.
 
-`ARMS` names every legal setting of the decode path's switches. A `Trace` is a value; `Trace.program` writes it as
-Python that runs it again, and a `LockstepError` carries it. Nothing here runs an engine: `tests/harness.py` does.
+`ARMS` names every legal setting of the decode path's switches, `KERNEL_ARMS` some of them on the CPU kernels. A `Trace`
+is a value; `Trace.program` writes it as Python that runs it again, and a `LockstepError` carries it. Nothing here runs
+an engine: `tests/harness.py` does.
 """
 
 from __future__ import annotations
@@ -42,7 +43,20 @@ def _arm(decode: Arm, rows: str) -> Arm:
 
 # `capture_decode` needs the two switches before it, and rows cannot be moved and gathered at once: 7 x 3 are legal.
 ARMS = {f"{name}-{rows}": _arm(decode, rows) for name, decode in _DECODE.items() for rows in _ROWS}
+# The same decode paths over the CPU kernels, in float32 and blocks of 16; `half` rounds the weights, for both engines.
+_KERNELS = {"kernels": True}
+_HALVES = _KERNELS | {"half_weights": True}
+KERNEL_ARMS = {
+    f"{kind}-{name}": Arm({**ARMS[name].switches, **on}, ARMS[name].warm, ARMS[name].eager)
+    for kind, on in (("kernels", _KERNELS), ("half", _HALVES))
+    for name in ("exact-free", "bucket+persist-free", "warm-compact", "warm-gather", "trimmed-compact")
+}
 ALL_ON = "warm-compact"  # what the command line bundles by default
+
+
+def arm_of(name: str) -> Arm:
+    """An arm by its name, of torch's operators or of the CPU kernels."""
+    return ARMS[name] if name in ARMS else KERNEL_ARMS[name]
 
 
 # `Trace.aborts` may name a state instead of an id: whoever is in it first, right before that step or a later one.
