@@ -164,7 +164,7 @@ def _cut(mass: Floats, *, min_p: float, top_k: int, top_p: float) -> None:  # [V
 
 def _cut_nucleus(mass: Floats, top_p: float) -> None:  # [V], in place
     """Keep the smallest prefix of (mass descending, id ascending) that reaches `top_p` of the whole."""
-    total = mass.sum()
+    total = np.cumsum(mass)[-1]  # in id order, as the definition sums: numpy's own sum rounds another way at a tie
     # Ids below this floor add up to less than 1 - top_p together, so the prefix ends before it meets one: a sort of
     # a few hundred ids stands in for a sort of the vocabulary. Half of it leaves room for rounding.
     ids = np.flatnonzero(mass >= 0.5 * (1.0 - top_p) * total / mass.size)

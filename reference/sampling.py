@@ -114,9 +114,10 @@ def keep(probs: Tensor, params: SamplingParams) -> Tensor:  # [V] float64 -> [V]
     if params.top_k > 0:
         kept[order[params.top_k :]] = 0.0
     if params.top_p < 1.0:
+        total = kept.cumsum(0)[-1]  # summed in id order, so that a tie has one answer
         mass = kept[order].cumsum(0)
         before = torch.cat([mass.new_zeros(1), mass[:-1]])  # what the prefix holds without this token
-        kept[order[before >= params.top_p * mass[-1]]] = 0.0
+        kept[order[before >= params.top_p * total]] = 0.0
     check_kept_set(num_kept=int((kept > 0).sum()), top_k=params.top_k)
     return kept
 

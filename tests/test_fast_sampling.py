@@ -157,7 +157,7 @@ def test_the_nucleus_of_a_large_vocabulary_equals_a_full_sort(top_p: float, spre
     mass /= mass.sum()
     order = np.argsort(-mass, kind="stable")
     before = np.concatenate([[0.0], np.cumsum(mass[order])[:-1]])
-    wanted = np.sort(order[before < top_p * mass.sum()])
+    wanted = np.sort(order[before < top_p * np.cumsum(mass)[-1]])
     _cut_nucleus(mass, top_p)
     assert np.flatnonzero(mass).tolist() == wanted.tolist()
 
@@ -231,3 +231,20 @@ def test_counting_tokens_one_by_one_equals_a_fresh_admission(params: SamplingPar
         assert kept == fresh
         one.tokens.append(kept.token_ids[0])
         rows.count(0, kept.token_ids[0])
+
+
+@pytest.mark.parametrize("kept", range(1, 12))
+@pytest.mark.parametrize("tied", [2, 3, 6, 7, 10, 12])
+def test_a_nucleus_of_tied_logits_is_the_definitions(tied: int, kept: int):
+    if kept >= tied:
+        return
+    logits = torch.full((40,), -50.0, dtype=torch.float64)
+    logits[3 : 3 + tied] = 1.0
+    params = SamplingParams(temperature=1.0, top_p=kept / tied, seed=0)
+    for seed in range(20):
+        one = replace(params, seed=seed)
+        wanted, _ = sample(logits, one, prompt_ids=(1,), output_ids=(), position=1, seed=seed, eos_token_ids=())
+        sequence = Sequence(Request((1,), one), 0, seed, frozenset(), (), 8, [1])
+        rows = Rows(1)
+        rows.admit(0, sequence)
+        assert sample_rows(logits[None], rows, index=(0,), positions=(1,)).token_ids == [wanted]
