@@ -222,6 +222,8 @@ def validate_submit(request: Request, *, vocab_size: int, max_model_len: int, op
             f"max_tokens: {params.max_tokens} after a prompt of {length} tokens is {length + params.max_tokens}; "
             f"the length limit is {max_model_len} tokens"
         )
+    # With max_tokens given this holds already; without it an answer must still have room for its own minimum.
+    _integer("min_tokens", params.min_tokens, 0, max_model_len - length)
 
 
 def generate(engine: Engine, requests: list[Request]) -> list[Completion]:

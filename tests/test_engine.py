@@ -462,3 +462,17 @@ def test_a_run_equals_each_request_run_alone(requests: list[tuple[int, SamplingP
     for completion, request in zip(make_engine().generate(made), made, strict=True):
         alone = run_alone(request)
         assert (completion.token_ids, completion.finish_reason) == (alone.token_ids, alone.finish_reason)
+
+
+@pytest.mark.parametrize("min_tokens", [2**63, 2**31, 1000])
+def test_a_minimum_that_the_length_limit_cannot_hold_is_refused_by_both_engines(min_tokens: int):
+    from fast.engine import Engine as FastEngine
+
+    request = Request((3, 4), SamplingParams(max_tokens=None, min_tokens=min_tokens), "greedy for tokens")
+    for engine in (
+        Engine(TINY, random_weights(TINY), max_model_len=64),
+        FastEngine.build(TINY, random_weights(TINY), num_blocks=8, block_size=16, max_model_len=64),
+    ):
+        with pytest.raises(ValueError, match=r"min_tokens: \d+ is not an integer in 0..62"):
+            engine.submit(request)
+        assert not engine.has_work
