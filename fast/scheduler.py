@@ -22,8 +22,16 @@ from fast.rows import Sequence
 from gates.blocks import check_blocks_conserved
 from gates.compact import check_compaction_right, check_moves_amortised
 from gates.core import FULL, enabled
-from gates.scheduler import check_earliest_kept, check_preempted_wait, check_queue_order, check_rows_accounted
+from gates.scheduler import (
+    check_earliest_kept,
+    check_preempted_wait,
+    check_prefill_bounded,
+    check_queue_order,
+    check_rows_accounted,
+)
 from gates.slots import check_vacated_unmirrored
+
+DEFAULT_PREFILL_TOKENS = 2048  # of one step; some seconds of a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,8 @@ class Scheduler:
 
     `on_admit(row, sequence)` and `on_release(row)` let the owner keep per-row state in step with the rows. The
     `compactor` is plugged in by the owner; without one, rows stay where they were handed out. `snapshot` copies all
-    that each occupied row owns as plain values, by column name, for the gate around a compaction.
+    that each occupied row owns as plain values, by column name, for the gate around a compaction. One step admits
+    newcomers of `max_prefill_tokens` tokens in all, or one that alone is longer: everybody else waits for a prefill.
     """
 
     def __init__(
@@ -58,8 +67,10 @@ class Scheduler:
         on_admit: Callable[[int, Sequence], None] | None = None,
         on_release: Callable[[int], None] | None = None,
         snapshot: Callable[[], Mapping[int, Mapping[str, object]]] | None = None,
+        max_prefill_tokens: int = DEFAULT_PREFILL_TOKENS,
     ) -> None:
         self.cache = cache
+        self.max_prefill_tokens = max_prefill_tokens
         self.compactor = compactor
         self.on_admit = on_admit
         self.on_release = on_release
@@ -164,13 +175,18 @@ class Scheduler:
 
     def _admit(self) -> tuple[Sequence, ...]:
         admitted: list[Sequence] = []
+        tokens = 0
         while self.waiting and self._free_rows:
             head = self.waiting[0]
+            tokens += len(head.tokens)
+            if admitted and tokens > self.max_prefill_tokens:
+                break  # those who run already wait for no more than this between two tokens
             if -(-len(head.tokens) // self.cache.block_size) > self.cache.allocator.num_free:
                 break  # nobody jumps the head: a smaller request behind it waits too
             self.waiting.popleft()
             self._seat(head, heapq.heappop(self._free_rows))
             admitted.append(head)
+        check_prefill_bounded(prefills=[len(one.tokens) for one in admitted], budget=self.max_prefill_tokens)
         return tuple(admitted)
 
     def _seat(self, sequence: Sequence, row: int) -> None:

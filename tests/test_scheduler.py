@@ -21,13 +21,14 @@ from gates.scheduler import (
     check_decode_room,
     check_earliest_kept,
     check_preempted_wait,
+    check_prefill_bounded,
     check_queue_order,
     check_rows_accounted,
     check_rows_follow_requests,
     check_vacated_rows_neutral,
 )
 from reference.request import Request, SamplingParams
-from tests.harness import TINY
+from tests.harness import TINY, tiny_engine
 
 
 def make(
@@ -397,3 +398,22 @@ class Schedule(RuleBasedStateMachine):
 
 
 TestSchedule = Schedule.TestCase
+
+
+@pytest.mark.parametrize("lengths", [(5, 3, 3), (4, 4, 1), (9, 1), (1, 9, 1)])
+def test_one_step_prefills_no_more_than_its_budget_or_one_long_prompt(lengths: tuple[int, ...]):
+    engine = tiny_engine(num_blocks=40, max_batch_size=4)
+    engine.scheduler.max_prefill_tokens = 8
+    for i, length in enumerate(lengths):
+        engine.submit(Request((5,) * length, SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True), f"r{i}"))
+    while engine.scheduler.waiting:
+        admitted = engine.scheduler.schedule().admitted
+        assert admitted, "the head is admitted in its turn"
+        assert sum(len(one.tokens) for one in admitted) <= 8 or len(admitted) == 1
+        for one in admitted:
+            engine.abort(one.request.id)
+
+
+def test_gate_rejects_a_step_that_prefills_everybody_at_once():
+    with pytest.raises(GateError, match="gate scheduler.prefill_bounded: 11 newcomers of 22,440 tokens"):
+        check_prefill_bounded(prefills=[2040] * 11, budget=2048)
