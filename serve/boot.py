@@ -56,8 +56,7 @@ def build_engine(
 ) -> Engine:
     """An idle engine over a loaded model, warm when it captures. `dtype` is what it computes in.
 
-    The switches stay apart here: only the command line bundles them. The reference has no batch, no pool and none
-    of them.
+    The switches stay apart here: only the command line bundles them. The reference has none of them.
 
     Raises:
         ValueError: the engine's name, or a size or switch that cannot work, with the range allowed.
@@ -87,10 +86,8 @@ def build_engine(
             **sizes,
             **computes,
         )
-        # After the pool is planned and allocated, before anybody can ask for anything.
-        if capture_decode or compile_decode:
-            report = fast.warm_decode(max_rows=warm_rows, max_width=warm_width)
-            print(report.render(), file=sys.stderr)
+        if capture_decode or compile_decode:  # the pool is allocated, and nobody can ask for anything yet
+            print(fast.warm_decode(max_rows=warm_rows, max_width=warm_width).render(), file=sys.stderr)
         return fast
     raise ValueError(f"engine: {engine!r} is not one of {', '.join(ENGINES)}")
 
