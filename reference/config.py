@@ -19,6 +19,10 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+# What transformers takes for a field that a config.json leaves out; a family not named has none, or as many as heads.
+DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+DEFAULT_BOS = {"llama": 1, "mistral": 1}
+DEFAULT_EOS = {"llama": 2, "mistral": 2}
 
 
 class ConfigError(ValueError):
@@ -116,6 +120,8 @@ class ModelConfig:
         _require(bool(head_dim) or hidden % heads == 0, "head_dim", f"absent, and hidden_size {hidden} / {heads} heads")
         # Only these families read the switches; in the others transformers ignores them, and a bias is no tensor.
         attention_bias = architecture in ("llama", "qwen3") and bool(raw.get("attention_bias"))
+        # Absent is the family's default, null is as many as heads: transformers tells the two apart.
+        kv_heads = heads if "num_key_value_heads" in raw else DEFAULT_KV_HEADS.get(architecture, heads)
         eos = (generation or {}).get("eos_token_id")
         return cls(
             architecture=architecture,
@@ -124,7 +130,7 @@ class ModelConfig:
             intermediate_size=_positive(raw, "intermediate_size"),
             num_layers=_positive(raw, "num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=_positive(raw, "num_key_value_heads", heads),
+            num_kv_heads=_positive(raw, "num_key_value_heads", kv_heads),
             head_dim=_positive(raw, "head_dim", head_dim or hidden // heads),
             max_positions=_positive(raw, "max_position_embeddings"),
             rms_norm_eps=_number(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
@@ -135,8 +141,10 @@ class ModelConfig:
             output_bias=attention_bias,
             mlp_bias=architecture == "llama" and bool(raw.get("mlp_bias")),
             qk_norm=architecture == "qwen3",
-            bos_token_id=_token_ids(raw.get("bos_token_id"), "bos_token_id", one=True),
-            eos_token_ids=_token_ids(raw.get("eos_token_id") if eos is None else eos, "eos_token_id"),
+            bos_token_id=_token_ids(raw.get("bos_token_id", DEFAULT_BOS.get(architecture)), "bos_token_id", one=True),
+            eos_token_ids=_token_ids(
+                raw.get("eos_token_id", DEFAULT_EOS.get(architecture)) if eos is None else eos, "eos_token_id"
+            ),
         )
 
 

@@ -67,6 +67,19 @@ def assert_agrees(ours: ModelConfig, theirs: Any) -> None:
 # ---- holds ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("absent", ["num_key_value_heads", "eos_token_id", "bos_token_id"])
+def test_an_absent_field_has_its_familys_default(family: str, absent: str):
+    sizes = {"num_attention_heads": 32, "hidden_size": 64, "head_dim": 2}
+    fields = {name: value for name, value in (TINY_FIELDS | sizes).items() if name != absent}
+    theirs = transformers_config(family, fields)
+    ours = ModelConfig.from_dict(fields | {"architectures": [FAMILIES[family]]} | {"sliding_window": None})
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    eos = theirs.eos_token_id
+    assert ours.eos_token_ids == (() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos))
+    assert ours.bos_token_id == theirs.bos_token_id
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_fields_agree_with_transformers(tmp_path: Path, shape: str):
     family, overrides = SHAPES[shape]
