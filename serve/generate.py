@@ -58,13 +58,19 @@ class Continuation:
                 text = self._decoder.push(event.token_id)
         if event.finish_reason is not None:
             text += self._decoder.flush()
-        safe, stop = self._matcher.push(text)
+        safe, stop = self._match(text)
         if event.finish_reason is not None:
             safe += self._matcher.flush()
         if safe:
             yield safe
         if stop is not None:
             self._close("stop")
+
+    def _match(self, text: str) -> tuple[str, str | None]:
+        """Stop strings begin to count after `min_tokens` tokens, as EOS does."""
+        if len(self.token_ids) <= self.request.params.min_tokens:
+            return text, None
+        return self._matcher.push(text)
 
     def _close(self, reason: str) -> None:
         """End the request before the engine would have, and leave the engine idle."""

@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reference.engine import Engine
-from reference.request import Request, SamplingParams
+from reference.request import Event, Request, SamplingParams
 from reference.tokenizer import ByteTokenizer, IncrementalDecoder
 from serve.chat import Conversation, talk
 from serve.cli import main
 from serve.generate import Continuation
 from serve.models import load_model
 from serve.options import integers, num_bytes
+from serve.stream import Answer
 from tests.wheels import write_gguf
 
 TINY = ["--model", "tiny-random"]
@@ -112,6 +113,25 @@ def test_stop_string_ends_the_text_before_it(capsys: pytest.CaptureFixture[str],
     assert cut["text"] == whole["text"][: whole["text"].index(stop)]
     assert cut["finish_reason"] == "stop"
     assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 7, 10, 20])
+def test_stop_string_counts_after_min_tokens_as_over_http(
+    capsys: pytest.CaptureFixture[str], tiny, min_tokens: int
+) -> None:
+    options = ["--prompt", "The amber", "--temperature", "0", "--max-tokens", "20", "--ignore-eos"]
+    options += ["--min-tokens", str(min_tokens)]
+    # The bias leaves one letter, so that the stop is there from the first token on.
+    options += ["--logit-bias", "65:100"]
+    whole = generated(capsys, *options)
+    cut = generated(capsys, *options, "--stop", "A")
+    answer = Answer(tiny.tokenizer, SamplingParams(stop=("A",), min_tokens=min_tokens, max_tokens=20))
+    for index, token in enumerate(whole["token_ids"]):
+        if answer.finish_reason is None:
+            answer.push(Event("r", token, "length" if index == 19 else None))
+    assert whole["text"] == "A" * 20
+    assert (cut["text"], cut["finish_reason"]) == (answer.text, answer.finish_reason)
+    assert len(cut["token_ids"]) == answer.num_tokens == min(min_tokens + 1, 20)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
