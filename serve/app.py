@@ -36,7 +36,7 @@ from serve.errors import (
     shown,
 )
 from serve.loop import EngineLoop
-from serve.prompts import Job, plan_chat, plan_completion
+from serve.prompts import Job, limits_of, plan_chat, plan_completion
 from serve.protocol import ChatBody, CompletionBody, SamplingBody
 from serve.replies import ChatReply, CompletionReply, to_json, usage
 from serve.stream import Answer, ClientGone, EventStream, pieces, sse, until_gone
@@ -115,6 +115,7 @@ class Api:
         self._tokenizer = tokenizer
         self._model_name = model_name
         self._max_model_len = max_model_len
+        self._limits = limits_of(tokenizer, max_model_len=max_model_len, max_answers=loop.max_open)
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self._boot = boot
@@ -123,8 +124,8 @@ class Api:
         """`POST /v1/completions`."""
         try:
             body = await self._body(request, CompletionBody)
-            id, limit = f"cmpl-{uuid.uuid4().hex}", self._max_model_len
-            job = await asyncio.to_thread(plan_completion, body, self._tokenizer, id=id, max_model_len=limit)
+            id = f"cmpl-{uuid.uuid4().hex}"
+            job = await asyncio.to_thread(plan_completion, body, self._tokenizer, id=id, limits=self._limits)
             logprobs = job.params.logprobs is not None
             reply = CompletionReply(id, int(time.time()), self._model_name, self._tokenizer, logprobs)
             return await self._answer(request, body, job, reply)
@@ -135,8 +136,8 @@ class Api:
         """`POST /v1/chat/completions`."""
         try:
             body = await self._body(request, ChatBody)
-            id, limit = f"chatcmpl-{uuid.uuid4().hex}", self._max_model_len
-            job = await asyncio.to_thread(plan_chat, body, self._tokenizer, id=id, max_model_len=limit)
+            id = f"chatcmpl-{uuid.uuid4().hex}"
+            job = await asyncio.to_thread(plan_chat, body, self._tokenizer, id=id, limits=self._limits)
             logprobs = job.params.logprobs is not None
             reply = ChatReply(id, int(time.time()), self._model_name, self._tokenizer, logprobs)
             return await self._answer(request, body, job, reply)

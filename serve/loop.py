@@ -132,6 +132,11 @@ class EngineLoop:
         return self._stats
 
     @property
+    def max_open(self) -> int:
+        """The most answers open at once, and so the most that one HTTP request may ask for."""
+        return self._max_open
+
+    @property
     def num_open(self) -> int:
         """Answers that are still to end."""
         return sum(ticket.num_open for ticket in self._tickets)
@@ -150,7 +155,8 @@ class EngineLoop:
     def _check_open(self, num_answers: int) -> None:
         self.check_up()
         if num_answers > self._max_open:
-            raise bad_request(f"n: {num_answers} answers in one request exceed the server's limit of {self._max_open}")
+            message = f"n: {num_answers} answers in one request exceed the server's limit of {self._max_open}"
+            raise bad_request(message, param="n")
         if self.num_open + num_answers > self._max_open:
             message = f"{self.num_open} answers are open, the server's limit is {self._max_open}; try again later"
             raise ApiError(429, message, type="overloaded_error", code="queue_full", retry_after_s=1)

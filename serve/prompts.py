@@ -2,21 +2,39 @@
 
 Every prompt of a body and every one of its n answers is one engine request, in prompt-major order, which is
 the order of `choices`. Runs in a worker thread, since a long prompt takes a tokenizer a while and the event
-loop has streams to serve. It knows no engine beyond its length limit.
+loop has streams to serve. What can never be taken is refused by its size, before that work. It knows no engine
+beyond its limits.
 
 Proof: tests/test_http_cases.py. Story: app.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reference.request import Request, SamplingParams
+from tokenizers.models import BPE
+
+from reference.request import MAX_N, Request, SamplingParams
+from reference.token_bytes import byte_alphabet
 from reference.tokenizer import ChatTemplateError, Tokenizer
 from serve.errors import bad_request, from_value_error
 from serve.protocol import ChatBody, CompletionBody
+
+NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
+NFC_SHRINKS = 4  # a character's canonical equivalents have at most 3.5 times its UTF-8 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request may ask for."""
+
+    max_model_len: int  # tokens, prompt and answer together
+    max_answers: int  # prompts times n
+    max_bytes: int | None = None  # UTF-8 bytes beyond which no text fits `max_model_len`; None: not known
+    silent: bytes = b""  # bytes that do not count towards `max_bytes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +47,40 @@ class Job:
     names: Mapping[str, str]  # engine field to the client's field
 
 
-def plan_completion(body: CompletionBody, tokenizer: Tokenizer, *, id: str, max_model_len: int) -> Job:
+def limits_of(tokenizer: Tokenizer, *, max_model_len: int, max_answers: int) -> Limits:
+    """The limits of a server; reads the whole vocabulary, so once at start-up."""
+    per_token = bytes_per_token(tokenizer)
+    max_bytes = None if per_token is None else per_token * max_model_len
+    return Limits(max_model_len, max_answers, max_bytes, silent_bytes(tokenizer))
+
+
+def bytes_per_token(tokenizer: Tokenizer) -> int | None:
+    """The most UTF-8 bytes of a text that one token can cover, the `silent_bytes` not counted.
+
+    Special tokens may be spelled in the text. None where there is no such number: the tokenizer drops text, joins
+    unknown characters or swallows white space.
+    """
+    backend = tokenizer.backend
+    steps = _steps(backend.normalizer) + _steps(backend.pre_tokenizer)
+    kinds = {step["type"] for step in steps}
+    vocab = backend.get_vocab(with_added_tokens=True)
+    swallows = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    if swallows or not all(map(_keeps_text, steps)) or not _accounts_for_bytes(backend.model, kinds, vocab):
+        return None
+    # As spelled in the vocabulary, where no character takes fewer bytes than those it stands for.
+    longest = max(len(token.encode("utf-8", "surrogatepass")) for token in vocab)
+    return longest * (NFC_SHRINKS if "NFC" in kinds else 1)
+
+
+def silent_bytes(tokenizer: Tokenizer) -> bytes:
+    """The bytes that a byte-level vocabulary lacks: encoding drops them, however many there are."""
+    backend = tokenizer.backend
+    if all(step["type"] != "ByteLevel" for step in _steps(backend.pre_tokenizer)):
+        return b""
+    return bytes(sorted(_missing(backend.get_vocab(with_added_tokens=True))))
+
+
+def plan_completion(body: CompletionBody, tokenizer: Tokenizer, *, id: str, limits: Limits) -> Job:
     """Requests of a completions body.
 
     Raises:
@@ -38,40 +89,105 @@ def plan_completion(body: CompletionBody, tokenizer: Tokenizer, *, id: str, max_
     prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     single = bool(prompts) and isinstance(prompts[0], int)
     todo: list[Any] = [prompts] if single else list(prompts)
-    ids_of = [item if isinstance(item, list) else tokenizer.encode(item) for item in todo]
+    _check_num_answers(len(todo), 1 if body.n is None else body.n, limits)
     requests: list[Request] = []
-    for index, ids in enumerate(ids_of):
+    num_prompt_tokens = 0
+    for index, item in enumerate(todo):
         field = "prompt" if len(todo) == 1 else f"prompt[{index}]"
+        if isinstance(item, str):
+            _check_size(item, limits, field=field)
+        ids = item if isinstance(item, list) else tokenizer.encode(item)
         if not ids:
             raise bad_request(f"{field}: empty; there is no token to continue from", param="prompt")
-        room = _room(len(ids), max_model_len, field=field)
+        room = _room(len(ids), limits.max_model_len, field=field)
+        num_prompt_tokens += len(ids)
         try:
             params = body.sampling(room=room)
             requests += _expanded(ids, params, id if len(todo) == 1 else f"{id}-{index}")
         except ValueError as error:
             raise from_value_error(error, names=body.engine_names) from None
-    return Job(tuple(requests), params, sum(map(len, ids_of)), body.engine_names)
+    return Job(tuple(requests), params, num_prompt_tokens, body.engine_names)
 
 
-def plan_chat(body: ChatBody, tokenizer: Tokenizer, *, id: str, max_model_len: int) -> Job:
+def plan_chat(body: ChatBody, tokenizer: Tokenizer, *, id: str, limits: Limits) -> Job:
     """Requests of a chat body: the template writes the prompt and its special tokens.
 
     Raises:
         ApiError: 400 naming the field, or carrying the template's own reason.
     """
+    _check_num_answers(1, 1 if body.n is None else body.n, limits)
     try:
-        ids = tokenizer.apply_chat_template([message.for_template() for message in body.messages])
+        text = tokenizer.render_chat([message.for_template() for message in body.messages])
     except ChatTemplateError as error:
         raise bad_request(str(error), param="messages", code="chat_template_error") from None
+    _check_size(text, limits, field="messages")
+    ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
         raise bad_request("messages: the chat template renders them to nothing", param="messages")
-    _room(len(ids), max_model_len, field="messages")
+    _room(len(ids), limits.max_model_len, field="messages")
     try:
         params = body.sampling()
         requests = _expanded(ids, params, id)
     except ValueError as error:
         raise from_value_error(error, names=body.engine_names) from None
     return Job(tuple(requests), params, len(ids), body.engine_names)
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, nested sequences laid flat."""
+    todo = [] if part is None else [json.loads(part.__getstate__())]
+    steps: list[dict[str, Any]] = []
+    while todo:
+        step = todo.pop()
+        if step["type"] == "Sequence":
+            todo += step.get("normalizers", []) + step.get("pretokenizers", [])
+        else:
+            steps.append(step)
+    return steps
+
+
+def _keeps_text(step: Mapping[str, Any]) -> bool:
+    """True of a step after which there is still a byte for each of the text's; NFC is accounted for elsewhere."""
+    if step["type"] == "Split":
+        return bool(step["behavior"] != "Removed")
+    if step["type"] == "Replace":
+        return bool(step["pattern"] == {"String": " "} and step["content"])
+    return step["type"] in ("ByteLevel", "Digits", "Metaspace", "Prepend", "NFC")
+
+
+def _accounts_for_bytes(model: Any, kinds: set[str], vocab: Mapping[str, int]) -> bool:
+    """True of a BPE without unknown characters, or one that drops just the bytes of `silent_bytes`."""
+    if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False
+    if "ByteLevel" in kinds:
+        # With NFC a byte that is counted may become one that is dropped.
+        return not _missing(vocab) - NEVER_IN_UTF8 or (model.unk_token is None and "NFC" not in kinds)
+    return model.byte_fallback and all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+
+
+def _missing(vocab: Mapping[str, int]) -> set[int]:
+    return {byte for byte, character in enumerate(byte_alphabet()) if character not in vocab}
+
+
+def _check_num_answers(num_prompts: int, n: int, limits: Limits) -> None:
+    """Refuse what exceeds the limit; an `n` out of its own range is left to `SamplingParams`, which names it."""
+    if num_prompts * min(max(n, 1), MAX_N) <= limits.max_answers or (num_prompts == 1 and not 1 <= n <= MAX_N):
+        return
+    what = f"{num_prompts} prompts" if n == 1 else f"{n} answers (prompts: {num_prompts})"
+    field = "prompt" if n == 1 else "n"
+    raise bad_request(f"{field}: {what} exceed the limit of {limits.max_answers} answers in one request", param=field)
+
+
+def _check_size(text: str, limits: Limits, *, field: str) -> None:
+    """Refuse a text that no tokenizing can make fit, since tokenizing holds up every other thread."""
+    size = len(text.encode("utf-8", "surrogatepass").translate(None, limits.silent))
+    if limits.max_bytes is not None and size > limits.max_bytes:
+        raise bad_request(
+            f"{field}: {size} bytes cannot fit; the length limit, prompt and answer together, is "
+            f"{limits.max_model_len} tokens, which are at most {limits.max_bytes} bytes",
+            param=field.partition("[")[0],
+            code="context_length_exceeded",
+        )
 
 
 def _room(num_prompt_tokens: int, max_model_len: int, *, field: str) -> int:

@@ -11,9 +11,16 @@ from typing import Any
 
 import httpx
 import pytest
+import tokenizers
 from fastapi import FastAPI
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
+from reference.request import Request as EngineRequest
+from reference.token_bytes import byte_alphabet
 from reference.tokenizer import ByteTokenizer, Tokenizer
+from serve.prompts import bytes_per_token, silent_bytes
 from tests.server import (
     BOS,
     DEADLINE_S,
@@ -312,6 +319,114 @@ def test_an_empty_prompt_is_refused_where_nothing_remains_to_compute(prompt: Any
             else:
                 assert "prompt" in refused(reply)
         assert served.post(prompt="ok", max_tokens=2).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "field"),
+    [([[1]] * 20_000, 128, "n"), ([[1]] * 20_000, 1, "prompt"), (["x"] * 1025, None, "prompt"), (["x"] * 9, 128, "n")],
+)
+def test_too_many_answers_are_refused_before_any_is_prepared(
+    served: Served, monkeypatch: pytest.MonkeyPatch, prompt: Any, n: int | None, field: str
+):
+    prepared: list[Any] = []
+    plain_init, plain_encode = EngineRequest.__post_init__, Tokenizer.encode
+    monkeypatch.setattr(EngineRequest, "__post_init__", lambda self: (prepared.append(self), plain_init(self))[1])
+    monkeypatch.setattr(
+        Tokenizer, "encode", lambda self, *a, **o: (prepared.append(self), plain_encode(self, *a, **o))[1]
+    )
+    assert "1024 answers" in refused(served.post(prompt=prompt, n=n), param=field)
+    assert prepared == []
+    # The count sees the requests of a body that is taken.
+    assert served.post(prompt=["x"] * 8, n=2, max_tokens=1).status_code == 200
+    assert len(prepared) >= 16
+
+
+LONGEST = len("<turn>") * 256  # the text of the fewest tokens a byte is special tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(
+    served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
+):
+    def never(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError("encoded")
+
+    monkeypatch.setattr(Tokenizer, "encode", never)
+    for text in ("x" * (LONGEST + 1), "é" * (LONGEST // 2 + 1)):
+        message = refused(served.post(prompt=text, stream=stream), param="prompt")
+        assert f"{len(text.encode())} bytes cannot fit" in message
+        assert f"256 tokens, which are at most {LONGEST} bytes" in message
+        reply = served.post(CHAT, messages=[{"role": "user", "content": text}], stream=stream)
+        assert f"at most {LONGEST} bytes" in refused(reply, param="messages")
+        assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_the_longest_text_that_may_fit_is_encoded(served: Served):
+    # 255 special tokens and BOS fill the context of 256; 254 leave room for one token.
+    reply = served.post(prompt="<turn>" * 254, max_tokens=1)
+    assert reply.json()["usage"]["prompt_tokens"] == 255
+    assert "256 tokens leave no room" in refused(served.post(prompt="<turn>" * 255), param="prompt")
+    assert "leave no room" in refused(served.post(prompt="x" * LONGEST), param="prompt")
+
+
+def backend_with(**parts: Any) -> tokenizers.Tokenizer:
+    """A byte-level backend with some parts replaced."""
+    backend = piece_tokenizer([]).backend
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    return backend
+
+
+WHITE = AddedToken("<white>", lstrip=True, special=True)
+UNKNOWN = models.WordLevel({character: i for i, character in enumerate([*byte_alphabet(), "?"])}, unk_token="?")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel()])},
+        {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Split("a", "removed"), pre_tokenizers.ByteLevel()])},
+        {"pre_tokenizer": None},
+        {"normalizer": normalizers.Strip()},
+        {"normalizer": normalizers.Replace(Regex(" +"), " ")},
+        {"model": UNKNOWN},
+        {"model": models.BPE(vocab={"a": 0}, merges=[], unk_token="a", fuse_unk=True)},
+        {"model": models.BPE(vocab={"a": 0}, merges=[]), "normalizer": normalizers.NFC()},
+    ],
+)
+def test_a_tokenizer_that_loses_text_gives_no_bound(parts: dict[str, Any]):
+    assert bytes_per_token(Tokenizer(backend_with(**parts))) is None
+
+
+def test_a_token_that_swallows_white_space_gives_no_bound():
+    backend = backend_with()
+    backend.add_special_tokens([WHITE])
+    assert len(backend.encode(" " * 99 + "<white>").ids) == 1
+    assert bytes_per_token(Tokenizer(backend)) is None
+
+
+PARTS = ["x", " ", "é", "<turn>", "e\u0301", "\u1fbe\u0308\u0301", "한", "😀", "\x04\x04\x04\x04\x04\x04\x04"]
+LACKING = models.BPE(vocab={c: i for i, c in enumerate(byte_alphabet()) if i != 4}, merges=[])
+
+
+@given(text=st.lists(st.sampled_from(PARTS)).map("".join))
+def test_no_token_covers_more_bytes_than_the_bound(text: str):
+    for parts, most, silent in (
+        ({}, 6, b""),
+        ({"normalizer": normalizers.NFC()}, 24, b""),
+        ({"model": LACKING}, 6, b"\4"),
+    ):
+        tokenizer = Tokenizer(backend_with(**parts))
+        assert (bytes_per_token(tokenizer), silent_bytes(tokenizer)) == (most, silent)
+        assert len(text.encode().translate(None, silent)) <= most * len(tokenizer.encode(text))
+
+
+def test_bytes_that_the_vocabulary_lacks_do_not_make_a_text_too_long():
+    tokenizer = Tokenizer(backend_with(model=LACKING))
+    with serving(ScriptedEngine(), tokenizer) as served:
+        reply = served.post(prompt="x" + "\x04" * 10_000, max_tokens=1)
+        assert reply.json()["usage"]["prompt_tokens"] == 1
+        assert "cannot fit" in refused(served.post(prompt="x" * 10_000), param="prompt")
 
 
 def test_a_chat_without_messages_is_refused(served: Served):
