@@ -170,8 +170,8 @@ def _missing(vocab: Mapping[str, int]) -> set[int]:
 
 
 def _check_num_answers(num_prompts: int, n: int, limits: Limits) -> None:
-    """Refuse what exceeds the limit; an `n` out of its own range is left to `SamplingParams`, which names it."""
-    if num_prompts * min(max(n, 1), MAX_N) <= limits.max_answers or (num_prompts == 1 and not 1 <= n <= MAX_N):
+    """Refuse what exceeds the limit; an `n` out of its own range is refused, by that range, with the first prompt."""
+    if not 1 <= n <= MAX_N or num_prompts * n <= limits.max_answers:
         return
     what = f"{num_prompts} prompts" if n == 1 else f"{n} answers (prompts: {num_prompts})"
     field = "prompt" if n == 1 else "n"

@@ -336,6 +336,9 @@ def test_too_many_answers_are_refused_before_any_is_prepared(
     )
     assert "1024 answers" in refused(served.post(prompt=prompt, n=n), param=field)
     assert prepared == []
+    # An n that no body may have is told its own range, after one prompt at most.
+    assert "1..128" in refused(served.post(prompt=prompt, n=129), param="n")
+    assert len(prepared) <= 2
     # The count sees the requests of a body that is taken.
     assert served.post(prompt=["x"] * 8, n=2, max_tokens=1).status_code == 200
     assert len(prepared) >= 16
