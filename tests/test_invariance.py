@@ -275,10 +275,8 @@ def test_any_schedule_gives_each_request_the_bits_it_has_alone(data: st.DataObje
 @pytest.mark.model
 @pytest.mark.parametrize("kind", ["half weights", "half both"])
 def test_the_real_model_keeps_its_bits_under_other_schedules(kind: str):
-    from serve.models import damage, load_model, model_folder
+    from serve.models import load_model
 
-    if damage(model_folder(MODEL)):
-        pytest.skip(f"the default model is not installed: python -m serve model get {MODEL}")
     encode = load_model(MODEL).tokenizer.encode
     texts = ("The capital of France is", "def fibonacci(n):\n    ", "Once upon a time, in a land far away, " * 4, "1")
     requests = []
