@@ -131,6 +131,6 @@ def generation_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def _eos(config: ModelConfig) -> dict[str, Any]:
-    """One EOS id as a number, several as a list, none as nothing: the three forms of the field."""
+    """One EOS id as a number, several as a list, none as null: an absent field would mean the family's default."""
     ids = list(config.eos_token_ids)
-    return {} if not ids else {"eos_token_id": ids[0] if len(ids) == 1 else ids}
+    return {"eos_token_id": (ids[0] if len(ids) == 1 else ids) if ids else None}
