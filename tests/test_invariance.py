@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numba
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.differential
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m-instruct"
-THREADS = range(1, min(2, numba.config.NUMBA_NUM_THREADS) + 1)
+THREADS = (1, 2)
 KINDS = {
     "float32": {},
     "half weights": {"half_weights": True},

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from functools import cache
 
-import numba
 import numpy as np
 import pytest
 import torch
@@ -36,6 +35,7 @@ from fast.kernels.linear import (
 )
 from fast.kernels.logits import greedy, naive_greedy
 from fast.kernels.norm import naive_norm, norm
+from fast.kernels.team import Team
 from fast.kernels.vector import exp2, lane_sum, load, store
 from fast.linear import BACKENDS, round_to_half
 from fast.model import Chunk, Forward
@@ -44,7 +44,8 @@ from reference.weights import ModelWeights, random_weights
 from tests.harness import SHAPES
 
 NO_BIAS = np.zeros(0, np.float32)
-THREADS = range(1, min(2, numba.config.NUMBA_NUM_THREADS) + 1)
+THREADS = (1, 2)
+TEAM = Team(1)
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
@@ -111,7 +112,7 @@ def test_a_linear_layer_is_one_chain_an_output(inputs: int, outputs: int, half: 
     for rows in (1, 2, 3, 7, STRIP - 1, STRIP, STRIP + 1, 25, 97):
         x = normal(rows, inputs, seed=rows)
         out = np.full((rows, packed.shape[0] * PANEL), np.nan, np.float32)
-        linear(to_strips(x), packed, NO_BIAS, out, rows, PLAIN)
+        TEAM.run(linear, to_strips(x), packed, NO_BIAS, out, rows, PLAIN)
         assert np.array_equal(out[:, :outputs], naive_linear(x, weight)), rows
 
 
@@ -119,7 +120,7 @@ def test_a_linear_layer_is_one_chain_an_output(inputs: int, outputs: int, half: 
 def test_a_linear_layer_has_the_bits_of_fbgemm():
     weight, x = halves(96, 576), normal(5, 576)
     out = np.empty((5, 96), np.float32)
-    linear(to_strips(x), pack(weight, half=True), NO_BIAS, out, 5, PLAIN)
+    TEAM.run(linear, to_strips(x), pack(weight, half=True), NO_BIAS, out, 5, PLAIN)
     other = BACKENDS["fp16"](torch.from_numpy(weight), None)(torch.from_numpy(x))
     assert np.array_equal(out, other.numpy())
 
@@ -128,7 +129,7 @@ def test_bias_and_residual_follow_the_product():
     weight, x, bias = halves(64, 48), normal(13, 48), normal(64, seed=3)
     out = normal(13, 64, seed=4)
     wanted = out + (naive_linear(x, weight) + bias)
-    linear(to_strips(x), pack(weight, half=True), bias, out, 13, ADD)
+    TEAM.run(linear, to_strips(x), pack(weight, half=True), bias, out, 13, ADD)
     assert np.array_equal(out, wanted)
 
 
@@ -138,7 +139,7 @@ def test_swiglu_is_within_its_bound(wide: int):
     packed = pack(interleave(gate, up), half=True)
     depth = packed.shape[0] * 16
     strips = np.empty((17, depth), np.float32)
-    linear(to_strips(x), packed, NO_BIAS, strips, 17, SWIGLU)
+    TEAM.run(linear, to_strips(x), packed, NO_BIAS, strips, 17, SWIGLU)
     g, u = naive_linear(x, gate).astype(np.float64), naive_linear(x, up).astype(np.float64)
     got = from_strips(strips.reshape(-1), 17, depth)
     wanted = g / (1 + np.exp(-g)) * u
@@ -154,7 +155,7 @@ def test_norm_is_its_naive_version(rows: int, size: int):
     x, weight = np.zeros((rows, width), np.float32), np.zeros(width, np.float32)
     x[:, :size], weight[:size] = normal(rows, size), normal(size, seed=1)
     strips = np.empty((rows, width), np.float32)
-    norm(x, weight, np.float32(1e-5), size, strips, rows)
+    TEAM.run(norm, x, weight, np.float32(1e-5), size, strips, rows)
     got = from_strips(strips.reshape(-1), rows, width)[:, :size]
     assert np.array_equal(got, naive_norm(x[:, :size], weight[:size], 1e-5))
 
@@ -175,7 +176,7 @@ def test_greedy_takes_the_lowest_id_of_the_highest_logit():
     tokens, peaks = np.empty(9, np.int64), np.empty(9, np.float32)
     padded = np.full((9, 80), 99.0, np.float32)
     padded[:, :70] = logits
-    greedy(padded, 70, tokens, peaks, 9)
+    TEAM.run(greedy, padded, 70, tokens, peaks, 9)
     wanted = naive_greedy(logits)
     assert np.array_equal(tokens, wanted[0])
     assert np.array_equal(peaks, wanted[1], equal_nan=True)
@@ -218,8 +219,8 @@ def test_attention_is_within_a_millionth_of_its_definition():
     wanted = naive_attention(q, k, v, 1.0)
     strips = np.zeros((150, config.num_heads * dim), np.float32)
     runs, groups = np.array([[0, 150, 0]]), np.arange(0, 150, 16)[None]
-    tasks = plan_tasks(runs, heads=config.num_heads, kv_heads=config.num_kv_heads, threads=1)
-    attention(model._q, pool.k[last], pool.v[last], groups, runs, tasks, strips, 150, len(tasks))
+    tasks = plan_tasks(runs, heads=config.num_heads, kv_heads=config.num_kv_heads)
+    TEAM.run(attention, model._q, pool.k[last], pool.v[last], groups, runs, tasks, strips, 150)
     got = from_strips(strips.reshape(-1), 150, config.num_heads * dim).reshape(wanted.shape)
     assert np.abs(got - wanted).max() < 1e-6 * np.abs(v).max()
 
@@ -227,12 +228,11 @@ def test_attention_is_within_a_millionth_of_its_definition():
 def test_every_query_is_in_one_task():
     runs = np.array([[0, 1, 5], [1, 0, 0], [1, 9, 60], [10, 1, 0]])
     for heads, kv_heads in [(9, 3), (14, 2), (4, 4), (8, 1)]:
-        for threads in (1, 2, 3):
-            tasks = plan_tasks(runs, heads=heads, kv_heads=kv_heads, threads=threads)
-            named = sorted((s, first + i, head) for s, first, n, head in tasks.tolist() for i in range(n))
-            group = heads // kv_heads
-            wanted = [(s, i, h) for s in range(4) for i in range(int(runs[s, 1]) * group) for h in range(kv_heads)]
-            assert named == sorted(wanted)
+        tasks = plan_tasks(runs, heads=heads, kv_heads=kv_heads)
+        named = sorted((s, first + i, head) for s, first, n, head in tasks.tolist() for i in range(n))
+        group = heads // kv_heads
+        wanted = [(s, i, h) for s in range(4) for i in range(int(runs[s, 1]) * group) for h in range(kv_heads)]
+        assert named == sorted(wanted)
 
 
 # ---- rejects ------------------------------------------------------------------------------------------------------
@@ -241,11 +241,6 @@ def test_every_query_is_in_one_task():
 def test_a_block_that_is_no_multiple_of_a_vector_is_refused():
     with pytest.raises(ValueError, match="block_size: 24"):
         KernelPool(SHAPES["gqa"], num_blocks=2, block_size=24)
-
-
-def test_more_threads_than_there_are_is_refused():
-    with pytest.raises(ValueError, match="threads"):
-        KernelForward(SHAPES["gqa"], tiny("gqa"), max_positions=8, max_batch_size=1, threads=4096)
 
 
 def test_more_sequences_than_the_batch_is_refused():
@@ -263,10 +258,10 @@ def test_a_sum_over_rows_would_be_seen():
         pytest.skip("F.linear gives each row its own bits on this machine; one with MKL shows the difference")
     packed = pack(weight.numpy(), half=True)
     wanted = np.empty((64, 960), np.float32)
-    linear(to_strips(x.numpy()), packed, NO_BIAS, wanted, 64, PLAIN)
+    TEAM.run(linear, to_strips(x.numpy()), packed, NO_BIAS, wanted, 64, PLAIN)
     for n in changed:
         out = np.empty((n, 960), np.float32)
-        linear(to_strips(x[:n].numpy()), packed, NO_BIAS, out, n, PLAIN)
+        TEAM.run(linear, to_strips(x[:n].numpy()), packed, NO_BIAS, out, n, PLAIN)
         assert np.array_equal(out, wanted[:n])
 
 
@@ -352,7 +347,7 @@ def test_a_prompt_longer_than_the_buffers_is_cut_and_keeps_its_bits():
 def test_any_schedule_gives_each_token_the_bits_it_has_alone(data: st.DataObject):
     shape = data.draw(st.sampled_from(["gqa", "three_to_one", "qk_norm"]), label="shape")
     half = data.draw(st.booleans(), label="half")
-    threads = data.draw(st.sampled_from(list(THREADS)), label="threads")
+    threads = data.draw(st.sampled_from(THREADS), label="threads")
     seeds = data.draw(st.lists(st.integers(10, 13), min_size=1, max_size=5), label="sequences")
     count = KEY_TILE + 9
     block_size = data.draw(st.sampled_from([16, 48, 64]), label="block size")

@@ -19,11 +19,12 @@ Proof: tests/test_kernels.py. Story: attention.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 from numpy.typing import NDArray
 
 from fast.kernels.linear import strip
 from fast.kernels.norm import inverse_rms
+from fast.kernels.team import claim, close
 from fast.kernels.vector import (
     LANES,
     WIDE,
@@ -71,18 +72,22 @@ def naive_attention(q: Floats, k: Floats, v: Floats, scale: float) -> NDArray[np
     return np.einsum("hts,shd->thd", weights / weights.sum(-1, keepdims=True), values)
 
 
-@njit(nogil=True, cache=True, parallel=True)
-def rotate_and_write(qkv, positions, slots, cos, sin, scale, q_norm, k_norm, epsilon, k_pool, v_pool, q, tokens):
+@njit(nogil=True, cache=True)
+def rotate_and_write(
+    words, phase, qkv, positions, slots, cos, sin, scale, q_norm, k_norm, epsilon, k_pool, v_pool, q, tokens
+):
     """Rotate q and k of each token; q goes to q [T, H * D] times `scale`, k and v to the token's slot in the pool.
 
     qkv [T, >= (H + 2K) * D], positions and slots [T], cos and sin [P, D/2], q_norm and k_norm [D'] or empty.
+    One phase of a team, a task a token; returns the next.
     """
-    if tokens < 4:
-        for token in range(tokens):
-            _rotate_token(qkv, positions, slots, cos, sin, scale, q_norm, k_norm, epsilon, k_pool, v_pool, q, token)
-    else:
-        for token in prange(tokens):
-            _rotate_token(qkv, positions, slots, cos, sin, scale, q_norm, k_norm, epsilon, k_pool, v_pool, q, token)
+    mine = 0
+    token = claim(words, phase, tokens)
+    while token >= 0:
+        _rotate_token(qkv, positions, slots, cos, sin, scale, q_norm, k_norm, epsilon, k_pool, v_pool, q, token)
+        mine += 1
+        token = claim(words, phase, tokens)
+    return close(words, phase, tokens, mine)
 
 
 @njit(nogil=True, cache=True)
@@ -124,16 +129,22 @@ def _rotate(row, begin, cos, sin, angle, weight, epsilon, turned):
         turned[d + half] = second * cos[angle, d] + first * sin[angle, d]
 
 
-@njit(nogil=True, cache=True, parallel=True)
-def attention(q, k_pool, v_pool, groups, runs, tasks, strips, tokens, num_tasks):
+@njit(nogil=True, cache=True)
+def attention(words, phase, q, k_pool, v_pool, groups, runs, tasks, strips, tokens):
     """strips [>= T * H * D] = attention of every query of q [T, H * D], from a list of tasks.
 
     groups [C, W / 16]: slot of keys 0, 16, 32, ... of sequence c. runs [C, 3]: first token in q, number of tokens,
     position of the first. tasks [N, 4]: sequence, first query (token of the run * G + head of the group), number of
     queries (one of GROUP_SIZES), K/V head. A token that no task names keeps what its strip held.
+    One phase of a team; returns the next.
     """
-    for task in prange(num_tasks):
+    mine = 0
+    task = claim(words, phase, tasks.shape[0])
+    while task >= 0:
         _task(q, k_pool, v_pool, groups, runs, tasks, task, strips, tokens)
+        mine += 1
+        task = claim(words, phase, tasks.shape[0])
+    return close(words, phase, tasks.shape[0], mine)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

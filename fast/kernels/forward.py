@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 import torch
 from numba import njit
@@ -27,6 +26,7 @@ from fast.kernels.attention import GROUP_SIZES, attention, rotate_and_write
 from fast.kernels.linear import ADD, PANEL, PLAIN, STRIP, SWIGLU, Packed, interleave, linear, pack
 from fast.kernels.norm import norm
 from fast.kernels.pool import KernelPool
+from fast.kernels.team import Team, claim, close
 from fast.kernels.vector import LANES
 from fast.model import Chunk
 from fast.model import _rope_tables as rope_tables
@@ -75,11 +75,9 @@ class KernelForward:
         threads: int,
         half: bool = True,
     ) -> None:
-        most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-        if not 1 <= threads <= most:
-            raise ValueError(f"threads: {threads} is not in 1..{most}")
         self.config = config
         self.threads = threads
+        self._team = Team(threads)
         self.dtype, self.device = torch.float32, torch.device("cpu")
         hidden, dim = config.hidden_size, config.head_dim
         self._width = _round_up(hidden, PANEL)
@@ -145,13 +143,12 @@ class KernelForward:
 
     def _run(self, ids: Ints, positions: Ints, writes: Ints, groups: Ints, runs: Ints, pool: KernelPool) -> None:
         """Every layer over T tokens; leaves their hidden states in the first T rows of `_hidden`."""
-        numba.set_num_threads(self.threads)  # a thread's own setting, so it is made where it is used
         config, w = self.config, self._weights
-        tokens = len(ids)
         self._embed(ids)
-        tasks = plan_tasks(runs, heads=config.num_heads, kv_heads=config.num_kv_heads, threads=self.threads)
-        _layers(
-            self._hidden, self._qkv, self._q, self._strips, self._wide, tokens,
+        tasks = plan_tasks(runs, heads=config.num_heads, kv_heads=config.num_kv_heads)
+        self._team.run(
+            _layers,
+            self._hidden, self._qkv, self._q, self._strips, self._wide, len(ids),
             w.input_norm, w.qkv, w.qkv_bias, w.output, w.output_bias,
             w.post_norm, w.gate_up, w.gate_up_bias, w.down, w.down_bias, w.q_norm, w.k_norm,
             self._cos, self._sin, self._scale, np.float32(config.rms_norm_eps), config.hidden_size,
@@ -170,13 +167,14 @@ class KernelForward:
     def _logits(self, hidden: Floats, logits: Floats) -> Tensor:  # [R, M'] -> [R, V]
         rows = len(hidden)
         epsilon = np.float32(self.config.rms_norm_eps)
-        norm(hidden, self._final_norm, epsilon, self.config.hidden_size, self._strips, rows)
-        linear(self._strips, self._head, np.zeros(0, np.float32), logits, rows, PLAIN)
+        self._team.run(
+            _head, hidden, self._final_norm, epsilon, self.config.hidden_size, self._strips, rows, self._head, logits
+        )
         return torch.from_numpy(logits[:rows, : self.config.vocab_size])
 
 
-def plan_tasks(runs: Ints, *, heads: int, kv_heads: int, threads: int) -> Ints:  # [C, 3] -> [N, 4]
-    """Attention's work list (see `attention`), dealt so that each thread's contiguous share weighs the same."""
+def plan_tasks(runs: Ints, *, heads: int, kv_heads: int) -> Ints:  # [C, 3] -> [N, 4]
+    """Attention's work list (see `attention`), the heaviest first: what is claimed last is then soon done."""
     group = heads // kv_heads
     work = []
     for sequence, (_, tokens, start) in enumerate(runs.tolist()):
@@ -187,13 +185,12 @@ def plan_tasks(runs: Ints, *, heads: int, kv_heads: int, threads: int) -> Ints: 
             work += [(keys * (2 + size), sequence, first, size, head) for head in range(kv_heads)]
             first += size
     work.sort(reverse=True)
-    dealt = [task[1:] for thread in range(threads) for task in work[thread::threads]]
-    return np.array(dealt, np.int64).reshape(-1, 4)
+    return np.array([task[1:] for task in work], np.int64).reshape(-1, 4)
 
 
 @njit(nogil=True, cache=True)
 def _layers(
-    hidden, qkv_out, q, strips, wide, tokens,
+    words, phase, hidden, qkv_out, q, strips, wide, tokens,
     input_norm, qkv, qkv_bias, output, output_bias,
     post_norm, gate_up, gate_up_bias, down, down_bias, q_norm, k_norm,
     cos, sin, scale, epsilon, size,
@@ -201,24 +198,39 @@ def _layers(
 ):  # fmt: skip
     """All layers, in place: the residual stream is `hidden`, and no other buffer outlives a layer."""
     for at in range(qkv.shape[0]):
-        norm(hidden, input_norm[at], epsilon, size, strips, tokens)
-        linear(strips, qkv[at], qkv_bias[at], qkv_out, tokens, PLAIN)
-        rotate_and_write(
-            qkv_out, positions, writes, cos, sin, scale, q_norm[at], k_norm[at], epsilon,
+        phase = norm(words, phase, hidden, input_norm[at], epsilon, size, strips, tokens)
+        phase = linear(words, phase, strips, qkv[at], qkv_bias[at], qkv_out, tokens, PLAIN)
+        phase = rotate_and_write(
+            words, phase, qkv_out, positions, writes, cos, sin, scale, q_norm[at], k_norm[at], epsilon,
             k_pool[at], v_pool[at], q, tokens,
         )  # fmt: skip
         if padded:
-            # A row that reads nothing gets zeros, not what the strips held: somebody's NaN may be among that.
-            strips.reshape(-1)[: tokens * q.shape[1]] = 0.0
-        attention(q, k_pool[at], v_pool[at], groups, runs, tasks, strips, tokens, tasks.shape[0])
-        linear(strips, output[at], output_bias[at], hidden, tokens, ADD)
-        norm(hidden, post_norm[at], epsilon, size, strips, tokens)
-        linear(strips, gate_up[at], gate_up_bias[at], wide, tokens, SWIGLU)
-        linear(wide, down[at], down_bias[at], hidden, tokens, ADD)
+            phase = _clear(words, phase, strips, tokens * q.shape[1])
+        phase = attention(words, phase, q, k_pool[at], v_pool[at], groups, runs, tasks, strips, tokens)
+        phase = linear(words, phase, strips, output[at], output_bias[at], hidden, tokens, ADD)
+        phase = norm(words, phase, hidden, post_norm[at], epsilon, size, strips, tokens)
+        phase = linear(words, phase, strips, gate_up[at], gate_up_bias[at], wide, tokens, SWIGLU)
+        phase = linear(words, phase, wide, down[at], down_bias[at], hidden, tokens, ADD)
+
+
+@njit(nogil=True, cache=True)
+def _clear(words, phase, strips, count):
+    """A row that reads nothing gets zeros, not what the strips held: somebody's NaN may be among that."""
+    mine = claim(words, phase, 1) + 1
+    if mine:
+        strips.reshape(-1)[:count] = 0.0
+    return close(words, phase, 1, mine)
+
+
+@njit(nogil=True, cache=True)
+def _head(words, phase, hidden, final_norm, epsilon, size, strips, rows, head, logits):
+    """Logits [R, V'] of the hidden states [R, M'] of R tokens."""
+    phase = norm(words, phase, hidden, final_norm, epsilon, size, strips, rows)
+    linear(words, phase, strips, head, final_norm[:0], logits, rows, PLAIN)
 
 
 # What Python calls; each is compiled once for the types of its arguments.
-ENTRIES = (_layers, norm, linear)
+ENTRIES = (_layers, _head)
 
 
 def _parts(chunks: Sequence[Chunk], most: int) -> list[list[tuple[int, int, Chunk, int, int]]]:

@@ -16,9 +16,10 @@ Proof: tests/test_kernels.py. Story: kernels.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 from numpy.typing import NDArray
 
+from fast.kernels.team import claim, close
 from fast.kernels.vector import (
     LANES,
     WIDE,
@@ -107,17 +108,22 @@ def strip(row, rows, depth):
     return first * depth + row - first, min(STRIP, rows - first)
 
 
-@njit(nogil=True, cache=True, parallel=True)
-def linear(strips, packed, bias, out, rows, epilogue):
+@njit(nogil=True, cache=True)
+def linear(words, phase, strips, packed, bias, out, rows, epilogue):
     """`out` from `rows` rows of inputs: strips [>= rows * M], packed [P, M, 32], bias [32 P] or empty.
 
     PLAIN stores to out [R, N], N >= 32 P. ADD adds to what it holds. SWIGLU stores silu(gate) * up of each panel's
-    halves to out [>= rows * 16 P], in strips.
+    halves to out [>= rows * 16 P], in strips. One phase of a team; returns the next.
     """
-    for begin in range(0, rows, ROW_CHUNK):
-        end = min(rows, begin + ROW_CHUNK)
-        for panel in prange(packed.shape[0]):
-            _panel(strips, packed, bias, out, rows, begin, end, panel, epilogue)
+    panels, mine = packed.shape[0], 0
+    tasks = panels * -(-rows // ROW_CHUNK)
+    task = claim(words, phase, tasks)
+    while task >= 0:
+        begin = task // panels * ROW_CHUNK
+        _panel(strips, packed, bias, out, rows, begin, min(rows, begin + ROW_CHUNK), task % panels, epilogue)
+        mine += 1
+        task = claim(words, phase, tasks)
+    return close(words, phase, tasks, mine)
 
 
 @njit(nogil=True, cache=True)

@@ -11,9 +11,10 @@ Proof: tests/test_kernels.py. Story: kernels.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 from numpy.typing import NDArray
 
+from fast.kernels.team import claim, close
 from fast.kernels.vector import LANES, larger_or_nan, load, splat, stack, store
 
 NO_TOKEN = -1
@@ -25,24 +26,37 @@ def naive_greedy(logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArra
     return np.where(np.isnan(peaks), NO_TOKEN, logits.argmax(axis=1)), peaks
 
 
-@njit(nogil=True, cache=True, parallel=True)
-def greedy(logits, size, tokens, peaks, rows):
-    """tokens [R] and peaks [R] of the first `size` columns of logits [R, V'], for rows 0..rows-1."""
-    for row in prange(rows):
-        begin, whole = row * logits.shape[1], size // LANES * LANES
-        best = splat(np.float32(-np.inf))
-        for at in range(begin, begin + whole, LANES):
-            best = larger_or_nan(load(logits, at), best)
-        lanes = stack(16)
-        store(lanes, 0, best)
-        peak = np.float32(-np.inf)
-        for value in lanes:
-            peak = value if value > peak or value != value else peak
-        for column in range(whole, size):
-            value = logits[row, column]
-            peak = value if value > peak or value != value else peak
-        peaks[row], tokens[row] = peak, NO_TOKEN
-        for column in range(size):
-            if logits[row, column] == peak:
-                tokens[row] = column
-                break
+@njit(nogil=True, cache=True)
+def greedy(words, phase, logits, size, tokens, peaks, rows):
+    """tokens [R] and peaks [R] of the first `size` columns of logits [R, V'], for rows 0..rows-1.
+
+    One phase of a team, a task a row; returns the next.
+    """
+    mine = 0
+    row = claim(words, phase, rows)
+    while row >= 0:
+        _highest(logits, size, tokens, peaks, row)
+        mine += 1
+        row = claim(words, phase, rows)
+    return close(words, phase, rows, mine)
+
+
+@njit(nogil=True, cache=True)
+def _highest(logits, size, tokens, peaks, row):
+    begin, whole = row * logits.shape[1], size // LANES * LANES
+    best = splat(np.float32(-np.inf))
+    for at in range(begin, begin + whole, LANES):
+        best = larger_or_nan(load(logits, at), best)
+    lanes = stack(16)
+    store(lanes, 0, best)
+    peak = np.float32(-np.inf)
+    for value in lanes:
+        peak = value if value > peak or value != value else peak
+    for column in range(whole, size):
+        value = logits[row, column]
+        peak = value if value > peak or value != value else peak
+    peaks[row], tokens[row] = peak, NO_TOKEN
+    for column in range(size):
+        if logits[row, column] == peak:
+            tokens[row] = column
+            break

@@ -14,13 +14,14 @@ Proof: tests/test_kernels.py. Story: kernels.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 from numpy.typing import NDArray
 
 from fast.kernels.linear import strip
+from fast.kernels.team import claim, close
 from fast.kernels.vector import LANES, fma, lane_sum, load, mul, scatter, splat
 
-PARALLEL_ROWS = 12  # fewer are done before another thread has woken up
+ROWS_A_TASK = 4  # fewer are done before another core has heard of them
 
 
 def naive_norm(
@@ -41,15 +42,20 @@ def naive_norm(
     return x * (np.float32(1.0) / np.sqrt(mean + np.float32(epsilon))) * weight
 
 
-@njit(nogil=True, cache=True, parallel=True)
-def norm(x, weight, epsilon, size, strips, rows):
-    """strips [>= rows * M'] = RMSNorm of x[:rows] over its first `size` columns; x [R, M'], weight [M'], M' = 16 n."""
-    if rows < PARALLEL_ROWS:
-        for row in range(rows):
+@njit(nogil=True, cache=True)
+def norm(words, phase, x, weight, epsilon, size, strips, rows):
+    """strips [>= rows * M'] = RMSNorm of x[:rows] over its first `size` columns; x [R, M'], weight [M'], M' = 16 n.
+
+    One phase of a team; returns the next.
+    """
+    tasks, mine = -(-rows // ROWS_A_TASK), 0
+    task = claim(words, phase, tasks)
+    while task >= 0:
+        for row in range(task * ROWS_A_TASK, min(rows, (task + 1) * ROWS_A_TASK)):
             _row(x, weight, epsilon, size, strips, row, rows)
-    else:
-        for row in prange(rows):
-            _row(x, weight, epsilon, size, strips, row, rows)
+        mine += 1
+        task = claim(words, phase, tasks)
+    return close(words, phase, tasks, mine)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -51,35 +51,36 @@ def quickest(*calls: Callable[[], object], rounds: int) -> list[tuple[float, flo
 
 def parts(model: KernelForward, pool: KernelPool, plan: DecodePlan) -> dict[str, Callable[[], object]]:
     """What a decode step is made of, each part over all layers by itself."""
-    w, config, rows = model._weights, model.config, plan.num_rows
+    w, config, rows, run = model._weights, model.config, plan.num_rows, model._team.run
     layers = range(config.num_layers)
     runs = np.stack([np.arange(rows), np.ones(rows, np.int64), plan.positions.numpy()], axis=1)
     groups = np.ascontiguousarray(plan.slot_mapping.numpy()[:, ::16])
-    sizes = {"heads": config.num_heads, "kv_heads": config.num_kv_heads, "threads": model.threads}
+    sizes = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
     tasks, eps = plan_tasks(runs, **sizes), np.float32(config.rms_norm_eps)
 
     def linears() -> None:
         for i in layers:
-            linear(model._strips, w.qkv[i], w.qkv_bias[i], model._qkv, rows, PLAIN)
-            linear(model._strips, w.output[i], w.output_bias[i], model._hidden, rows, ADD)
-            linear(model._strips, w.gate_up[i], w.gate_up_bias[i], model._wide, rows, SWIGLU)
-            linear(model._wide, w.down[i], w.down_bias[i], model._hidden, rows, ADD)
+            run(linear, model._strips, w.qkv[i], w.qkv_bias[i], model._qkv, rows, PLAIN)
+            run(linear, model._strips, w.output[i], w.output_bias[i], model._hidden, rows, ADD)
+            run(linear, model._strips, w.gate_up[i], w.gate_up_bias[i], model._wide, rows, SWIGLU)
+            run(linear, model._wide, w.down[i], w.down_bias[i], model._hidden, rows, ADD)
 
     def rope() -> None:
         for i in layers:
-            rotate_and_write(
+            run(
+                rotate_and_write,
                 model._qkv, plan.positions.numpy(), plan.write_slots.numpy(), model._cos, model._sin, model._scale,
                 w.q_norm[i], w.k_norm[i], eps, pool.k[i], pool.v[i], model._q, rows,
             )  # fmt: skip
 
     def attend() -> None:
         for i in layers:
-            attention(model._q, pool.k[i], pool.v[i], groups, runs, tasks, model._strips, rows, len(tasks))
+            run(attention, model._q, pool.k[i], pool.v[i], groups, runs, tasks, model._strips, rows)
 
     def norms() -> None:
         for i in layers:
-            norm(model._hidden, w.input_norm[i], eps, config.hidden_size, model._strips, rows)
-            norm(model._hidden, w.post_norm[i], eps, config.hidden_size, model._strips, rows)
+            run(norm, model._hidden, w.input_norm[i], eps, config.hidden_size, model._strips, rows)
+            run(norm, model._hidden, w.post_norm[i], eps, config.hidden_size, model._strips, rows)
 
     return {
         "linears": linears,
