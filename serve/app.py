@@ -26,6 +26,7 @@ from starlette.responses import Response
 
 from reference.request import Engine
 from reference.tokenizer import Tokenizer
+from serve.access import Access, Sink, note_answers
 from serve.errors import (
     NOT_FOUND,
     ApiError,
@@ -36,6 +37,7 @@ from serve.errors import (
     shown,
 )
 from serve.loop import EngineLoop
+from serve.metrics import CONTENT_TYPE, Metrics
 from serve.prompts import Job, limits_of, plan_chat, plan_completion
 from serve.protocol import ChatBody, CompletionBody, SamplingBody
 from serve.replies import ChatReply, CompletionReply, to_json, usage
@@ -58,15 +60,23 @@ def build_app(
     stuck_after_s: float = 60.0,
     drain_s: float = 30.0,
     on_death: Callable[[BaseException], None] | None = None,
+    sinks: Sequence[Sink] = (),
 ) -> FastAPI:
     """An application whose lifespan runs `engine` in a thread of its own; nobody else may call the engine then.
 
     `max_open` bounds the answers that are open at once, waiting ones included (429 beyond it). `stuck_after_s` is
     how long one engine step may take before `/health` says so and open requests are given up. `drain_s` is how
     long open requests may go on after a shutdown began. `on_death` is called on the event loop when the engine
-    raised; the process is then of no use and its owner should end it.
+    raised; the process is then of no use and its owner should end it. `sinks` get a record of every request that is
+    over.
     """
-    loop = EngineLoop(engine, max_open=max_open, stuck_after_s=stuck_after_s, on_death=on_death)
+    metrics = Metrics(
+        model_name=model_name,
+        stats=lambda: loop.stats,
+        num_open=lambda: loop.num_open,
+        up=lambda: loop.status == "ok",
+    )
+    loop = EngineLoop(engine, max_open=max_open, stuck_after_s=stuck_after_s, on_death=on_death, observer=metrics)
     api = Api(
         loop,
         tokenizer,
@@ -74,6 +84,7 @@ def build_app(
         max_model_len=engine.max_model_len,
         max_body_bytes=max_body_bytes,
         boot=engine.describe(),
+        metrics=metrics,
     )
 
     @asynccontextmanager
@@ -93,6 +104,8 @@ def build_app(
     app.get("/v1/models")(api.models)
     app.get("/v1/models/{model_id:path}")(api.model)
     app.get("/health")(api.health)
+    app.get("/metrics")(api.metrics)
+    app.add_middleware(Access, metrics=metrics, model_name=model_name, sinks=sinks)
     app.state.engine_loop = loop
     _document_bodies(app)
     return app
@@ -110,6 +123,7 @@ class Api:
         max_model_len: int,
         max_body_bytes: int,
         boot: dict[str, Any],
+        metrics: Metrics,
     ) -> None:
         self._loop = loop
         self._tokenizer = tokenizer
@@ -119,6 +133,7 @@ class Api:
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self._boot = boot
+        self._metrics = metrics
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`."""
@@ -160,6 +175,10 @@ class Api:
         state["boot"] = self._boot
         return _json_response(state, status=200 if status == "ok" else 503)
 
+    async def metrics(self) -> Response:
+        """`GET /metrics`: Prometheus's text format."""
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE)
+
     async def _body(self, request: Request, kind: type[B]) -> B:
         """The request's JSON as a checked body, for the model that is served."""
         raw = await read_json(request, max_bytes=self._max_body_bytes)
@@ -180,6 +199,7 @@ class Api:
             ticket = await self._loop.submit(job.requests)
         except ValueError as error:
             raise from_value_error(error, names=job.names) from None
+        note_answers(request, ticket)
         answers = [Answer(self._tokenizer, job.params) for _ in job.requests]
         if body.stream:
             return EventStream(_chunks(ticket, answers, body, job, reply), on_end=ticket.close)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import logging
 import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +27,9 @@ from reference.request import Engine
 from serve.models import LoadedModel, load_model
 from serve.options import UsageError
 from serve.trace import attach_trace
+
+if TYPE_CHECKING:
+    from serve.access import Sink
 
 ENGINES = ("fast", "reference")
 SHUTDOWN_SECONDS = 5
@@ -229,12 +234,13 @@ def serve(args: argparse.Namespace) -> int:
     """
     from serve.shutdown import terminate_as_interrupt
 
+    sinks = record_sinks(args)
     with listen(args.host, args.port) as listener, terminate_as_interrupt():
         loaded, engine = boot(args)
         name, url = args.served_model_name or loaded.name, base_url(listener)
         print(f"serving on {url}/v1 (Ctrl-C stops); try:\n{example(url, name, chat=has_chat(loaded))}", flush=True)
         try:
-            death = _run(engine, loaded, listener, name=name, access_log=args.access_log)
+            death = _run(engine, loaded, listener, name=name, sinks=sinks)
         except KeyboardInterrupt:  # uvicorn has shut down in order and hands the signal on
             print("stopped", file=sys.stderr)
             return 0
@@ -243,8 +249,29 @@ def serve(args: argparse.Namespace) -> int:
     return 0
 
 
+def record_sinks(args: argparse.Namespace) -> list[Sink]:
+    """Where the records of finished requests go: the request log on stderr, an OTLP collector, both or neither.
+
+    Raises:
+        UsageError: spans are asked for and the extra `otel` is not installed.
+    """
+    from serve.access import log_request, request_log
+
+    sinks: list[Sink] = []
+    if args.access_log:
+        request_log.setLevel(logging.INFO)
+        request_log.addHandler(logging.StreamHandler())
+        request_log.propagate = False
+        sinks.append(log_request)
+    if args.otlp_traces_endpoint is not None:
+        from serve.spans import otlp_sink
+
+        sinks.append(otlp_sink(args.otlp_traces_endpoint))
+    return sinks
+
+
 def _run(
-    engine: Engine, loaded: LoadedModel, listener: socket.socket, *, name: str, access_log: bool
+    engine: Engine, loaded: LoadedModel, listener: socket.socket, *, name: str, sinks: Sequence[Sink]
 ) -> list[BaseException]:
     """Serve until told to stop; what killed the engine, if something did."""
     import uvicorn
@@ -258,8 +285,9 @@ def _run(
         death.append(error)
         server.should_exit = True
 
-    app = build_app(engine, loaded.tokenizer, model_name=name, drain_s=SHUTDOWN_SECONDS, on_death=on_death)
-    config = uvicorn.Config(app, log_level="info" if access_log else "warning", access_log=access_log)
+    options: dict[str, Any] = {"drain_s": SHUTDOWN_SECONDS, "on_death": on_death, "sinks": sinks}
+    app = build_app(engine, loaded.tokenizer, model_name=name, **options)
+    config = uvicorn.Config(app, log_level="warning", access_log=False)
     server = DrainingServer(config, app.state.engine_loop, drain_s=SHUTDOWN_SECONDS)
     try:
         server.run(sockets=[listener])

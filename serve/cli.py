@@ -157,7 +157,10 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
     parser.add_argument("--port", type=integer(0, 65535), default=8000, help="default: 8000; 0 picks a free one")
     parser.add_argument("--served-model-name", metavar="NAME", help="what /v1/models says; default: the model's name")
-    parser.add_argument("--access-log", action="store_true", help="one line per request")
+    parser.add_argument("--access-log", action="store_true", help="one JSON line a request on stderr; no texts")
+    parser.add_argument(
+        "--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry spans there; needs nanoserve[otel]"
+    )
 
 
 def _sampling_arguments(parser: argparse.ArgumentParser, *, temperature: float, top_p: float) -> None:

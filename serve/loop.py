@@ -23,6 +23,7 @@ from gates.stream import check_answers_end_once
 from reference.request import Engine, Event, Request
 from serve.errors import ApiError, bad_request, engine_failed, unavailable
 from serve.ticket import Ticket
+from serve.timeline import Observer, Unobserved
 
 log = logging.getLogger("nanoserve")
 
@@ -51,12 +52,17 @@ class EngineLoop:
         max_open: int = 1024,
         stuck_after_s: float = 60.0,
         on_death: Callable[[BaseException], None] | None = None,
+        observer: Observer | None = None,
     ) -> None:
-        """`max_open` bounds the answers open at once, waiting ones included; `on_death` is told of a dead engine."""
+        """`max_open` bounds the answers open at once, waiting ones included; `on_death` is told of a dead engine.
+
+        `observer` is told of every answer, on the event loop's thread.
+        """
         self._engine = engine
         self._max_open = max_open
         self._stuck_after_s = stuck_after_s
         self._on_death = on_death
+        self._observer = observer or Unobserved()
         self._commands: queue.SimpleQueue[_Submit | _Abort | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         # Owned by the event loop's thread.
@@ -105,7 +111,7 @@ class EngineLoop:
             ApiError: 503 when the engine is dead, stuck or stopping, 429 when too many answers are open.
         """
         self._check_open(len(requests))
-        ticket = Ticket([request.id for request in requests], abort=self._abort, on_end=self._forget)
+        ticket = Ticket(requests, abort=self._abort, on_end=self._forget, observer=self._observer)
         self._tickets.add(ticket)
         self._idle.clear()
         self._commands.put(_Submit(ticket, tuple(requests)))
@@ -197,6 +203,8 @@ class EngineLoop:
             self._failure = failure
             # Nothing runs any more, and a gauge must not say otherwise.
             self._stats = self._stats | dict.fromkeys(BUSY_GAUGES, 0)
+            if "num_blocks" in self._stats:
+                self._stats = self._stats | {"free_blocks": self._stats["num_blocks"]}
             self._call(self._on_failure, failure)
 
     def _turn(self) -> None:
@@ -217,7 +225,7 @@ class EngineLoop:
         # Before the events go out: whoever has read an answer's end finds it in the counts.
         if commands or not self._engine.has_work or time.monotonic() - self._stats_at > STATS_EVERY_S:
             self._stats, self._stats_at = dict(self._engine.stats()), time.monotonic()
-        self._hand_over(events)
+        self._hand_over(events, began_s=self._busy_since)
         self._busy_since = None
 
     def _take(self, *, wait: bool) -> list[_Submit | _Abort | None]:
@@ -247,7 +255,7 @@ class EngineLoop:
                 self._engine.abort(request_id)
                 self._aborted = True
 
-    def _hand_over(self, events: list[Event]) -> None:
+    def _hand_over(self, events: list[Event], *, began_s: float) -> None:
         """One call into the event loop for all that a step gave."""
         check_answers_end_once(
             events=[(event.request_id, event.finish_reason) for event in events], open_ids=self._routes.keys()
@@ -261,7 +269,7 @@ class EngineLoop:
             if event.finish_reason is not None:
                 del self._routes[event.request_id]
         if batch:
-            self._call(_deliver, batch)
+            self._call(_deliver, batch, began_s, time.monotonic())
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -271,6 +279,6 @@ class EngineLoop:
             self._leaving = True
 
 
-def _deliver(batch: list[tuple[Ticket, int, Event]]) -> None:
+def _deliver(batch: list[tuple[Ticket, int, Event]], began_s: float, ended_s: float) -> None:
     for ticket, index, event in batch:
-        ticket.put(index, event)
+        ticket.put(index, event, began_s=began_s, ended_s=ended_s)

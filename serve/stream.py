@@ -141,7 +141,7 @@ async def pieces(ticket: Ticket, answers: Sequence[Answer]) -> AsyncIterator[lis
             piece = answer.push(event)
             if piece.finish_reason is not None:
                 num_open -= 1
-                ticket.abort(index)
+                ticket.finish(index)
             if piece.text or piece.finish_reason is not None:
                 batch.append((index, piece))
         if batch:

@@ -1,7 +1,8 @@
 """One HTTP request's open answers, as the event loop sees them: events come in, are taken in batches, or fail.
 
 A ticket lives on the event loop's thread. Each answer in it ends exactly once: by the engine's last event, by
-an abort from this side, or by a failure of the engine. It knows no engine and no text.
+an abort from this side, or by a failure of the engine, and its timeline says when and why. It knows no engine and
+no text.
 
 Proof: tests/test_loop.py. Story: app.
 """
@@ -9,11 +10,13 @@ Proof: tests/test_loop.py. Story: app.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from reference.request import Event
+from reference.request import Event, Request
 from serve.errors import ApiError
+from serve.timeline import Observer, Timeline
 
 
 class Ticket:
@@ -21,19 +24,24 @@ class Ticket:
 
     def __init__(
         self,
-        request_ids: Sequence[str],
+        requests: Sequence[Request],
         *,
         abort: Callable[[Sequence[str]], None],
         on_end: Callable[[Ticket], None],
+        observer: Observer,
     ) -> None:
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._request_ids = tuple(request_ids)
-        self._open = set(range(len(request_ids)))
+        now = time.monotonic()
+        self.timelines = [Timeline(request.id, len(request.prompt_ids), now) for request in requests]
+        self._open = set(range(len(requests)))
         self._abort = abort
         self._on_end = on_end
+        self._observer = observer
         self._events: deque[tuple[int, Event]] = deque()
         self._arrival = asyncio.Event()
         self._failure: ApiError | None = None
+        for timeline in self.timelines:
+            observer.submitted(timeline)
 
     @property
     def num_open(self) -> int:
@@ -43,7 +51,7 @@ class Ticket:
     @property
     def open_ids(self) -> list[str]:
         """Engine ids of the answers that are still open."""
-        return [self._request_ids[index] for index in sorted(self._open)]
+        return [self.timelines[index].request_id for index in sorted(self._open)]
 
     async def take(self) -> list[tuple[int, Event]]:
         """Wait, then return all (answer index, event) that came since the last call, at least one.
@@ -61,24 +69,24 @@ class Ticket:
         assert self._failure is not None
         raise self._failure
 
-    def abort(self, index: int) -> None:
-        """End one answer from this side; an answer that has ended already stays as it is."""
+    def finish(self, index: int) -> None:
+        """A stop string ended one answer, which the engine cannot know; one that has ended stays as it is."""
         if index in self._open:
-            self._abort([self._request_ids[index]])
-            self._end([index])
+            self._abort([self.timelines[index].request_id])
+            self._end([index], "stop")
 
-    def close(self) -> None:
+    def close(self, reason: str = "abort") -> None:
         """End all answers that are still open; safe to call at any time, more than once."""
         if self._open:
-            self._abort([self._request_ids[index] for index in sorted(self._open)])
-            self._end(sorted(self._open))
+            self._abort(self.open_ids)
+            self._end(sorted(self._open), reason)
         if not self.accepted.done():
             self.accepted.cancel()
 
     def settle(self, refusal: ValueError | None) -> None:
         """The engine took the requests, or refused them all."""
         if refusal is not None:
-            self._end(sorted(self._open))
+            self._end(sorted(self._open), "refused")
         if self.accepted.done():
             return
         if refusal is None:
@@ -86,14 +94,18 @@ class Ticket:
         else:
             self.accepted.set_exception(refusal)
 
-    def put(self, index: int, event: Event) -> None:
-        """Hand in one event; what comes for an answer after its end is dropped."""
+    def put(self, index: int, event: Event, *, began_s: float, ended_s: float) -> None:
+        """Hand in one event of a step, with the step's times; what comes for an answer after its end is dropped."""
         if index not in self._open:
             return
+        if event.token_id is not None:
+            timeline = self.timelines[index]
+            timeline.start(began_s)  # the step that gives a first token is the one that gave the row
+            self._observer.token(timeline, timeline.token(ended_s))
         self._events.append((index, event))
         self._arrival.set()
         if event.finish_reason is not None:
-            self._end([index])
+            self._end([index], event.finish_reason)
 
     def fail(self, error: ApiError) -> None:
         """End all open answers with `error`, for whoever waits on `accepted` or `take`."""
@@ -102,10 +114,16 @@ class Ticket:
         waits = not self.accepted.done()
         if waits:
             self.accepted.set_exception(error)
-        self.close()
+        self.close("error")
 
-    def _end(self, indices: Sequence[int]) -> None:
-        if self._open:
-            self._open.difference_update(indices)
-            if not self._open:
-                self._on_end(self)
+    def _end(self, indices: Sequence[int], reason: str) -> None:
+        if not self._open:
+            return
+        now = time.monotonic()
+        for index in indices:
+            if index in self._open:
+                self._open.remove(index)
+                self.timelines[index].end(now, reason)
+                self._observer.ended(self.timelines[index])
+        if not self._open:
+            self._on_end(self)

@@ -125,7 +125,7 @@ def test_closing_twice_or_after_the_end_changes_nothing():
         async with running(engine) as loop:
             ticket = await loop.submit([request("r", max_tokens=1)])
             await everything(ticket)
-            ticket.abort(0)
+            ticket.finish(0)
             ticket.close()
             ticket.close()
             await everything(await loop.submit([request("r", max_tokens=1)]))
@@ -272,7 +272,7 @@ def test_whatever_clients_do_every_answer_ends_once_and_the_engine_is_empty(jobs
             return ticket.close()
         aborted = habit == "abort_one" and len(sizes) > 1
         if aborted:
-            ticket.abort(0)
+            ticket.finish(0)
         seen = await everything(ticket)
         for index, size in enumerate(sizes):
             reasons = [reason for i, _, reason in seen if i == index]
