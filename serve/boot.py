@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reference.request import Engine
+from serve.limits import ServerLimits, limits_from
 from serve.models import LoadedModel, load_model
 from serve.options import UsageError
 from serve.trace import attach_trace
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from serve.access import Sink
 
 ENGINES = ("fast", "reference")
-SHUTDOWN_SECONDS = 5
 WHY_LOWERED = "the model's positions or --kv-cache-memory end there"
 
 
@@ -234,13 +234,13 @@ def serve(args: argparse.Namespace) -> int:
     """
     from serve.shutdown import terminate_as_interrupt
 
-    sinks = record_sinks(args)
+    limits, sinks = limits_from(args), record_sinks(args)
     with listen(args.host, args.port) as listener, terminate_as_interrupt():
         loaded, engine = boot(args)
         name, url = args.served_model_name or loaded.name, base_url(listener)
         print(f"serving on {url}/v1 (Ctrl-C stops); try:\n{example(url, name, chat=has_chat(loaded))}", flush=True)
         try:
-            death = _run(engine, loaded, listener, name=name, sinks=sinks)
+            death = _run(engine, loaded, listener, name=name, limits=limits, sinks=sinks)
         except KeyboardInterrupt:  # uvicorn has shut down in order and hands the signal on
             print("stopped", file=sys.stderr)
             return 0
@@ -271,7 +271,13 @@ def record_sinks(args: argparse.Namespace) -> list[Sink]:
 
 
 def _run(
-    engine: Engine, loaded: LoadedModel, listener: socket.socket, *, name: str, sinks: Sequence[Sink]
+    engine: Engine,
+    loaded: LoadedModel,
+    listener: socket.socket,
+    *,
+    name: str,
+    limits: ServerLimits,
+    sinks: Sequence[Sink],
 ) -> list[BaseException]:
     """Serve until told to stop; what killed the engine, if something did."""
     import uvicorn
@@ -285,10 +291,9 @@ def _run(
         death.append(error)
         server.should_exit = True
 
-    options: dict[str, Any] = {"drain_s": SHUTDOWN_SECONDS, "on_death": on_death, "sinks": sinks}
-    app = build_app(engine, loaded.tokenizer, model_name=name, **options)
+    app = build_app(engine, loaded.tokenizer, model_name=name, limits=limits, on_death=on_death, sinks=sinks)
     config = uvicorn.Config(app, log_level="warning", access_log=False)
-    server = DrainingServer(config, app.state.engine_loop, drain_s=SHUTDOWN_SECONDS)
+    server = DrainingServer(config, app.state.engine_loop, drain_s=limits.drain_s)
     try:
         server.run(sockets=[listener])
     finally:

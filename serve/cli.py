@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from reference.request import SEED_RANGE
+from serve.limits import add_limit_arguments
 from serve.models import CATALOGUE, TINY_RANDOM, UnknownModel, home, installed, model_path
 from serve.options import UsageError, bias, integer, integers, num_bytes, number
 from serve.trace import add_trace_arguments, trace, trace_option
+from serve.version import version
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MODEL_HELP = f"a model's name ({', '.join(CATALOGUE)}, {TINY_RANDOM}), a Hugging Face folder, a .gguf file, or a hub id"
@@ -37,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """`--version`, read only when asked for: looking a distribution up costs more than parsing does."""
+    """`--version`, read only when asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
         print(f"nanoserve {version()}")
@@ -64,16 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"nanoserve {args.command}: {_one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, (UsageError, UnknownModel)) else 1
-
-
-def version() -> str:
-    """The installed distribution's version, or what a bare checkout says."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("nanoserve")
-    except PackageNotFoundError:
-        return "(a checkout that is not installed)"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -161,6 +153,7 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry spans there; needs nanoserve[otel]"
     )
+    add_limit_arguments(parser)
 
 
 def _sampling_arguments(parser: argparse.ArgumentParser, *, temperature: float, top_p: float) -> None:

@@ -43,7 +43,7 @@ class ApiError(Exception):
         type: str = INVALID,
         param: str | None = None,
         code: str | None = None,
-        retry_after_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -51,7 +51,7 @@ class ApiError(Exception):
         self.type = type
         self.param = param
         self.code = code
-        self.retry_after_s = retry_after_s
+        self.headers = dict(headers or {})
 
     def envelope(self) -> dict[str, Any]:
         """The body, and the payload of an error event on a stream."""
@@ -63,8 +63,7 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """The whole HTTP answer."""
-        headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
-        return Response(self.json(), self.status, headers, media_type="application/json")
+        return Response(self.json(), self.status, self.headers, media_type="application/json")
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
@@ -75,6 +74,12 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
 def unavailable(message: str, *, code: str) -> ApiError:
     """503: nothing is wrong with the request, the engine cannot take it."""
     return ApiError(503, message, type=SERVER, code=code)
+
+
+def timed_out(seconds: float) -> ApiError:
+    """504: the request was taken and is given up, not done in its time."""
+    message = f"the request was not done within {seconds:g} seconds, the server's limit"
+    return ApiError(504, message, type=SERVER, code="request_timeout")
 
 
 def engine_failed(message: str) -> ApiError:

@@ -15,13 +15,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from gates.stream import check_answers_end_once
 from reference.request import Engine, Event, Request
-from serve.errors import ApiError, bad_request, engine_failed, unavailable
+from serve.errors import ApiError, bad_request, engine_failed, timed_out, unavailable
 from serve.ticket import Ticket
 from serve.timeline import Observer, Unobserved
 
@@ -51,22 +52,26 @@ class EngineLoop:
         *,
         max_open: int = 1024,
         stuck_after_s: float = 60.0,
+        request_timeout_s: float = 0.0,
         on_death: Callable[[BaseException], None] | None = None,
         observer: Observer | None = None,
     ) -> None:
         """`max_open` bounds the answers open at once, waiting ones included; `on_death` is told of a dead engine.
 
+        A submission that is not done after `request_timeout_s` seconds fails; 0 lets it take as long as it takes.
         `observer` is told of every answer, on the event loop's thread.
         """
         self._engine = engine
         self._max_open = max_open
         self._stuck_after_s = stuck_after_s
+        self._request_timeout_s = request_timeout_s
         self._on_death = on_death
         self._observer = observer or Unobserved()
         self._commands: queue.SimpleQueue[_Submit | _Abort | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         # Owned by the event loop's thread.
         self._tickets: set[Ticket] = set()
+        self._reserved = 0  # answers that are being prepared
         self._idle = asyncio.Event()
         self._stopping = False
         self._watchdog: asyncio.Task[None] | None = None
@@ -113,6 +118,9 @@ class EngineLoop:
         self._check_open(len(requests))
         ticket = Ticket(requests, abort=self._abort, on_end=self._forget, observer=self._observer)
         self._tickets.add(ticket)
+        if self._request_timeout_s:
+            late = timed_out(self._request_timeout_s)
+            ticket.timer = self._loop.call_later(self._request_timeout_s, ticket.fail, late)
         self._idle.clear()
         self._commands.put(_Submit(ticket, tuple(requests)))
         try:
@@ -121,6 +129,22 @@ class EngineLoop:
             ticket.close()
             raise
         return ticket
+
+    @contextmanager
+    def reserve(self, num_answers: int) -> Iterator[None]:
+        """Hold places while requests are prepared, so that what cannot be taken is refused before that work.
+
+        A `submit` of as many answers right after the block, with no await between, finds the places free.
+
+        Raises:
+            ApiError: as `submit`.
+        """
+        self._check_open(num_answers)
+        self._reserved += num_answers
+        try:
+            yield
+        finally:
+            self._reserved -= num_answers
 
     @property
     def status(self) -> str:
@@ -163,15 +187,18 @@ class EngineLoop:
         if num_answers > self._max_open:
             message = f"n: {num_answers} answers in one request exceed the server's limit of {self._max_open}"
             raise bad_request(message, param="n")
-        if self.num_open + num_answers > self._max_open:
-            message = f"{self.num_open} answers are open, the server's limit is {self._max_open}; try again later"
-            raise ApiError(429, message, type="overloaded_error", code="queue_full", retry_after_s=1)
+        num_open = self.num_open + self._reserved
+        if num_open + num_answers > self._max_open:
+            message = f"{num_open} answers are open, the server's limit is {self._max_open}; try again later"
+            raise ApiError(429, message, type="overloaded_error", code="queue_full", headers={"retry-after": "1"})
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         self._commands.put(_Abort(tuple(request_ids)))
 
     def _forget(self, ticket: Ticket) -> None:
         self._tickets.discard(ticket)
+        if ticket.timer is not None:
+            ticket.timer.cancel()
         if not self._tickets:
             self._idle.set()
 

@@ -41,6 +41,14 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
+def seconds(text: str) -> float:
+    """A time of 0 seconds or more, at most a year."""
+    value = number(text)
+    if not 0 <= value <= 366 * 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds in 0..{366 * 86400}")
+    return value
+
+
 def num_bytes(text: str) -> int:
     """Bytes: `1GiB`, `512MiB`, `1.5GB` or a plain count; at least 1."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())

@@ -21,7 +21,7 @@ from reference.request import MAX_N, Request, SamplingParams
 from reference.token_bytes import byte_alphabet
 from reference.tokenizer import ChatTemplateError, Tokenizer
 from serve.errors import bad_request, from_value_error
-from serve.protocol import ChatBody, CompletionBody
+from serve.protocol import ChatBody, CompletionBody, SamplingBody
 
 NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 NFC_SHRINKS = 4  # a character's canonical equivalents have at most 3.5 times its UTF-8 bytes
@@ -45,6 +45,7 @@ class Job:
     params: SamplingParams  # as asked, stop strings included; limits may differ by prompt
     num_prompt_tokens: int  # each prompt once, however many answers it gets
     names: Mapping[str, str]  # engine field to the client's field
+    echoes: tuple[str, ...] = ()  # with `echo`: the text that each answer begins with
 
 
 def limits_of(tokenizer: Tokenizer, *, max_model_len: int, max_answers: int) -> Limits:
@@ -80,6 +81,23 @@ def silent_bytes(tokenizer: Tokenizer) -> bytes:
     return bytes(sorted(_missing(backend.get_vocab(with_added_tokens=True))))
 
 
+def check_num_answers(body: SamplingBody, limits: Limits) -> int:
+    """How many answers a body asks for, known before anything is tokenized.
+
+    Raises:
+        ApiError: 400 for more than any request may ask for, or an `n` out of its range.
+    """
+    n, num_prompts = 1 if body.n is None else body.n, body.num_prompts
+    if not 1 <= n <= MAX_N:
+        raise bad_request(f"n: {n} is not an integer in 1..{MAX_N}", param="n")
+    if num_prompts * n > limits.max_answers:
+        what = f"{num_prompts} prompts" if n == 1 else f"{n} answers (prompts: {num_prompts})"
+        field = "prompt" if n == 1 else "n"
+        message = f"{field}: {what} exceed the limit of {limits.max_answers} answers in one request"
+        raise bad_request(message, param=field)
+    return num_prompts * n
+
+
 def plan_completion(body: CompletionBody, tokenizer: Tokenizer, *, id: str, limits: Limits) -> Job:
     """Requests of a completions body.
 
@@ -89,13 +107,13 @@ def plan_completion(body: CompletionBody, tokenizer: Tokenizer, *, id: str, limi
     prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     single = bool(prompts) and isinstance(prompts[0], int)
     todo: list[Any] = [prompts] if single else list(prompts)
-    _check_num_answers(len(todo), 1 if body.n is None else body.n, limits)
     requests: list[Request] = []
+    echoes: list[str] = []
     num_prompt_tokens = 0
     for index, item in enumerate(todo):
         field = "prompt" if len(todo) == 1 else f"prompt[{index}]"
         if isinstance(item, str):
-            _check_size(item, limits, field=field)
+            check_size(item, limits, field=field)
         ids = item if isinstance(item, list) else tokenizer.encode(item)
         if not ids:
             raise bad_request(f"{field}: empty; there is no token to continue from", param="prompt")
@@ -103,10 +121,13 @@ def plan_completion(body: CompletionBody, tokenizer: Tokenizer, *, id: str, limi
         num_prompt_tokens += len(ids)
         try:
             params = body.sampling(room=room)
-            requests += _expanded(ids, params, id if len(todo) == 1 else f"{id}-{index}")
+            made = _expanded(ids, params, id if len(todo) == 1 else f"{id}-{index}")
         except ValueError as error:
             raise from_value_error(error, names=body.engine_names) from None
-    return Job(tuple(requests), params, num_prompt_tokens, body.engine_names)
+        requests += made
+        if body.echo:
+            echoes += [item if isinstance(item, str) else tokenizer.decode(ids)] * len(made)
+    return Job(tuple(requests), params, num_prompt_tokens, body.engine_names, tuple(echoes))
 
 
 def plan_chat(body: ChatBody, tokenizer: Tokenizer, *, id: str, limits: Limits) -> Job:
@@ -115,12 +136,11 @@ def plan_chat(body: ChatBody, tokenizer: Tokenizer, *, id: str, limits: Limits) 
     Raises:
         ApiError: 400 naming the field, or carrying the template's own reason.
     """
-    _check_num_answers(1, 1 if body.n is None else body.n, limits)
     try:
         text = tokenizer.render_chat([message.for_template() for message in body.messages])
     except ChatTemplateError as error:
         raise bad_request(str(error), param="messages", code="chat_template_error") from None
-    _check_size(text, limits, field="messages")
+    check_size(text, limits, field="messages")
     ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
         raise bad_request("messages: the chat template renders them to nothing", param="messages")
@@ -131,6 +151,18 @@ def plan_chat(body: ChatBody, tokenizer: Tokenizer, *, id: str, limits: Limits) 
     except ValueError as error:
         raise from_value_error(error, names=body.engine_names) from None
     return Job(tuple(requests), params, len(ids), body.engine_names)
+
+
+def check_size(text: str, limits: Limits, *, field: str) -> None:
+    """Refuse a text that no tokenizing can make fit, since tokenizing holds up every other thread."""
+    size = len(text.encode("utf-8", "surrogatepass").translate(None, limits.silent))
+    if limits.max_bytes is not None and size > limits.max_bytes:
+        raise bad_request(
+            f"{field}: {size} bytes cannot fit; the length limit, prompt and answer together, is "
+            f"{limits.max_model_len} tokens, which are at most {limits.max_bytes} bytes",
+            param=field.partition("[")[0],
+            code="context_length_exceeded",
+        )
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
@@ -167,27 +199,6 @@ def _accounts_for_bytes(model: Any, kinds: set[str], vocab: Mapping[str, int]) -
 
 def _missing(vocab: Mapping[str, int]) -> set[int]:
     return {byte for byte, character in enumerate(byte_alphabet()) if character not in vocab}
-
-
-def _check_num_answers(num_prompts: int, n: int, limits: Limits) -> None:
-    """Refuse what exceeds the limit; an `n` out of its own range is refused, by that range, with the first prompt."""
-    if not 1 <= n <= MAX_N or num_prompts * n <= limits.max_answers:
-        return
-    what = f"{num_prompts} prompts" if n == 1 else f"{n} answers (prompts: {num_prompts})"
-    field = "prompt" if n == 1 else "n"
-    raise bad_request(f"{field}: {what} exceed the limit of {limits.max_answers} answers in one request", param=field)
-
-
-def _check_size(text: str, limits: Limits, *, field: str) -> None:
-    """Refuse a text that no tokenizing can make fit, since tokenizing holds up every other thread."""
-    size = len(text.encode("utf-8", "surrogatepass").translate(None, limits.silent))
-    if limits.max_bytes is not None and size > limits.max_bytes:
-        raise bad_request(
-            f"{field}: {size} bytes cannot fit; the length limit, prompt and answer together, is "
-            f"{limits.max_model_len} tokens, which are at most {limits.max_bytes} bytes",
-            param=field.partition("[")[0],
-            code="context_length_exceeded",
-        )
 
 
 def _room(num_prompt_tokens: int, max_model_len: int, *, field: str) -> int:

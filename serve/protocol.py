@@ -135,6 +135,11 @@ class SamplingBody(Body):
         return self
 
     @property
+    def num_prompts(self) -> int:
+        """How many prompts are to be continued."""
+        return 1
+
+    @property
     def include_usage(self) -> bool:
         """True when a stream is to end with the counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -170,18 +175,27 @@ class SamplingBody(Body):
 class CompletionBody(SamplingBody):
     """`POST /v1/completions`."""
 
-    not_supported = {"echo": (None, False), "suffix": (None,)}
+    not_supported = {"suffix": (None, "")}
     prompt: Annotated[Prompt, PlainValidator(checked_prompt, json_schema_input_type=Prompt)]
     logprobs: int | None = None
     best_of: int | None = None
+    echo: bool | None = None
 
     @model_validator(mode="after")
-    def check_best_of(self) -> CompletionBody:
-        """Choosing among more answers than are returned is not supported."""
+    def check_fields_agree(self) -> CompletionBody:
+        """Choosing among more answers than are returned, and logprobs of a prompt, are not supported."""
         n = 1 if self.n is None else self.n
         if self.best_of is not None and self.best_of != n:
             raise ValueError(f"best_of: {self.best_of} is not n ({n}); ranking answers is not supported")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo: true with logprobs needs those of the prompt, which are not computed")
         return self
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts there are; one list of ids is one."""
+        one = isinstance(self.prompt, str) or (bool(self.prompt) and isinstance(self.prompt[0], int))
+        return 1 if one else len(self.prompt)
 
     @property
     def engine_names(self) -> dict[str, str]:

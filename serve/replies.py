@@ -36,6 +36,15 @@ def usage(answers: Sequence[Answer], *, num_prompt_tokens: int) -> dict[str, int
     }
 
 
+def token_text(tokenizer: Tokenizer, token_id: int, *, prefix: str) -> str:
+    """A token as text; one that is part of a character as OpenAI writes it, byte by byte (`\\xc4`)."""
+    data = tokenizer.token_bytes(token_id, skip_special_tokens=False)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return prefix + "".join(f"\\x{byte:02x}" for byte in data)
+
+
 @dataclass(slots=True)
 class CompletionReply:
     """`text_completion` objects of one request."""
@@ -83,7 +92,7 @@ class CompletionReply:
         }
 
     def _token(self, token_id: int) -> str:
-        return _token_text(_token_bytes(self.tokenizer, token_id), prefix="bytes:")
+        return token_text(self.tokenizer, token_id, prefix="bytes:")
 
 
 @dataclass(slots=True)
@@ -144,20 +153,9 @@ class ChatReply:
         return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = _token_bytes(self.tokenizer, token_id)
-        return {"token": _token_text(data, prefix=""), "logprob": _finite(logprob), "bytes": list(data)}
-
-
-def _token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    return tokenizer.token_bytes(token_id, skip_special_tokens=False)
-
-
-def _token_text(data: bytes, *, prefix: str) -> str:
-    """A token as text; one that is part of a character as OpenAI writes it, byte by byte (`\\xc4`)."""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        return prefix + "".join(f"\\x{byte:02x}" for byte in data)
+        data = self.tokenizer.token_bytes(token_id, skip_special_tokens=False)
+        text = token_text(self.tokenizer, token_id, prefix="")
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
 
 
 def _finite(logprob: float) -> float:

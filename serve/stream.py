@@ -31,6 +31,8 @@ log = logging.getLogger("nanoserve")
 
 T = TypeVar("T")
 
+KEEP_ALIVE = b": keep-alive\n\n"
+
 
 class ClientGone(Exception):
     """The client closed its connection before it had its answer."""
@@ -57,7 +59,9 @@ class Piece:
 class Answer:
     """The text of one answer as it grows, and why it ended."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, echo: str = "") -> None:
+        """`echo` is what the answer begins with, before its first token."""
+        self._echo = echo
         self._tokenizer = tokenizer
         self._decoder = IncrementalDecoder(tokenizer)
         self._matcher = StopMatcher(params.stop)
@@ -91,6 +95,8 @@ class Answer:
         if event.finish_reason is not None and stop is None:
             tail, stop = self._match(self._decoder.flush())
             safe += tail + self._matcher.flush()
+        if not self._texts:
+            safe = self._echo + safe
         self._texts.append(safe)
         self.finish_reason = "stop" if stop is not None else event.finish_reason
         if self.finish_reason is not None:
@@ -122,7 +128,8 @@ class Answer:
 
     def _check(self, stop: str | None) -> None:
         if enabled(CHEAP):
-            check_text_is_stream(streamed=self.text, decoded=self._tokenizer.decode(self._shown_ids), stop=stop)
+            decoded = self._echo + self._tokenizer.decode(self._shown_ids)
+            check_text_is_stream(streamed=self.text, decoded=decoded, stop=stop)
 
 
 async def pieces(ticket: Ticket, answers: Sequence[Answer]) -> AsyncIterator[list[tuple[int, Piece]]]:
@@ -173,12 +180,19 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], *, on_end: Callable[[], None]) -> None:
-        """`chunks` are the data of the events; `on_end` is called once, however the stream ends."""
+    def __init__(
+        self, chunks: AsyncGenerator[bytes, None], *, on_end: Callable[[], None], keep_alive_s: float = 15.0
+    ) -> None:
+        """`chunks` are events as they are sent; `on_end` is called once, however the stream ends.
+
+        After `keep_alive_s` seconds without one a comment goes out, which clients skip and idle timers count.
+        """
         self.status_code = 200
         self.background = None
         self._chunks = chunks
         self._on_end = on_end
+        self._keep_alive_s = keep_alive_s
+        self._silent = True
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -193,15 +207,27 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        beat = asyncio.ensure_future(self._beat(send))
         try:
             async for data in self._chunks:
+                self._silent = False
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except ApiError as error:
             await send({"type": "http.response.body", "body": sse(error.json()), "more_body": True})
         except Exception:
             log.exception("a stream failed")
             await send({"type": "http.response.body", "body": sse(internal_error().json()), "more_body": True})
+        finally:
+            beat.cancel()
         await send({"type": "http.response.body", "body": sse(b"[DONE]"), "more_body": False})
+
+    async def _beat(self, send: Send) -> None:
+        """Comments between events; each is one write, so it cannot fall into the middle of an event."""
+        while True:
+            self._silent = True
+            await asyncio.sleep(self._keep_alive_s)
+            if self._silent:
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
 
 
 def sse(data: bytes) -> bytes:

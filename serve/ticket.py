@@ -40,6 +40,7 @@ class Ticket:
         self._events: deque[tuple[int, Event]] = deque()
         self._arrival = asyncio.Event()
         self._failure: ApiError | None = None
+        self.timer: asyncio.TimerHandle | None = None  # fails this ticket when its time is over; its owner's
         for timeline in self.timelines:
             observer.submitted(timeline)
 

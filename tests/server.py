@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import httpx
@@ -28,6 +28,7 @@ from reference.token_bytes import byte_alphabet
 from reference.tokenizer import ByteTokenizer, Tokenizer
 from reference.weights import random_weights
 from serve.app import build_app
+from serve.limits import ServerLimits
 from tests.harness import tiny_config
 
 MODEL = "tiny"
@@ -222,8 +223,10 @@ class Served:
 
 @contextmanager
 def serving(engine: Any, tokenizer: Tokenizer | None = None, *, wrap: Any = None, **options: Any) -> Iterator[Served]:
-    """Serve `engine` on 127.0.0.1 until the block ends; `wrap(app)` may add middleware."""
-    app = build_app(engine, tokenizer or ByteTokenizer(), model_name=MODEL, **options)
+    """Serve `engine` on 127.0.0.1 until the block ends; `wrap(app)` may add middleware, `options` are limits or not."""
+    names = {field.name for field in fields(ServerLimits)}
+    limits = ServerLimits(**{name: options.pop(name) for name in names & options.keys()})
+    app = build_app(engine, tokenizer or ByteTokenizer(), model_name=MODEL, limits=limits, **options)
     if wrap is not None:
         wrap(app)
     listener = socket.create_server(("127.0.0.1", 0))

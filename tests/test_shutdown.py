@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 
 from serve.app import build_app
+from serve.limits import ServerLimits
 from serve.shutdown import DrainingServer, terminate_as_interrupt
 from tests.server import DEADLINE_S, MODEL, ByteTokenizer, ScriptedEngine, eventually
 from tests.test_boot import served
@@ -23,7 +24,7 @@ from tests.test_boot import served
 @contextmanager
 def draining(engine: ScriptedEngine, *, drain_s: float) -> Iterator[tuple[DrainingServer, str]]:
     """The real shutdown over a scripted engine."""
-    app = build_app(engine, ByteTokenizer(), model_name=MODEL, drain_s=drain_s)
+    app = build_app(engine, ByteTokenizer(), model_name=MODEL, limits=ServerLimits(drain_s=drain_s))
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_level="critical", lifespan="on", ws="none")
     server = DrainingServer(config, app.state.engine_loop, drain_s=drain_s)
@@ -91,7 +92,7 @@ def test_a_whole_reply_that_cannot_end_in_time_is_a_503_in_the_envelope():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_process_with_an_open_stream_ends_in_order(number: signal.Signals):
-    with served("--served-model-name", MODEL) as (process, url, _):
+    with served("--served-model-name", MODEL, "--drain-timeout", "2") as (process, url, _):
         body = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 1900, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/completions", json=body, timeout=60) as reply:
             lines = reply.iter_lines()

@@ -1,0 +1,82 @@
+"""From the bytes of a request to a checked body: within a size, within a time, JSON in UTF-8, field by field.
+
+A client that sends a byte a second holds its own connection and nothing else; one that sends too much is told before
+the rest has come. It knows the bodies of `serve.protocol` by their base class alone.
+
+Proof: tests/test_http_cases.py. Story: limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from serve.errors import ApiError, bad_request, from_validation_error, shown
+from serve.protocol import Body
+from serve.stream import ClientGone
+
+B = TypeVar("B", bound=Body)
+
+HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # JSON can spell half a surrogate pair, which UTF-8 cannot hold
+
+
+async def read_body(request: Request, kind: type[B], *, max_bytes: int, timeout_s: float) -> B:
+    """The request's JSON as a body of this kind.
+
+    Raises:
+        ApiError: as `read_json`, and 400 naming the field that cannot be honoured.
+        ClientGone: the client left before the body's end.
+    """
+    raw = await read_json(request, max_bytes=max_bytes, timeout_s=timeout_s)
+    if not isinstance(raw, dict):
+        raise bad_request(f"body: {shown(raw)} is not a JSON object")
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise from_validation_error(error) from None
+
+
+async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> Any:
+    """The body as JSON in UTF-8, whatever its content-type says.
+
+    Raises:
+        ApiError: 400 when it is not JSON, 413 when it is longer than `max_bytes`, 408 when it takes too long to come.
+        ClientGone: the client left before the body's end.
+    """
+    try:
+        data = await asyncio.wait_for(_collect(request, max_bytes), timeout_s)
+    except asyncio.TimeoutError:
+        message = f"body: not complete after {timeout_s:g} seconds"
+        raise ApiError(408, message, code="body_timeout", headers={"connection": "close"}) from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    try:
+        text = data.decode("utf-8")
+        value = json.loads(text, parse_constant=_refuse_constant)
+        if HALF_PAIR.search(text):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
+    except UnicodeEncodeError:
+        raise bad_request("body: a lone surrogate is not a character") from None
+    except UnicodeDecodeError as error:
+        raise bad_request(f"body: not UTF-8, byte {error.start} is {data[error.start]:#04x}") from None
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"body: not JSON: {error}") from None
+
+
+async def _collect(request: Request, max_bytes: int) -> bytearray:
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > max_bytes:
+            raise ApiError(413, f"body: longer than {max_bytes} bytes", code="body_too_large")
+    return data
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not a JSON number")

@@ -1,0 +1,86 @@
+"""The OpenAPI document's share of bodies that handlers read themselves, and of the answers that every route may give.
+
+FastAPI documents what it parses; here the handlers parse, since a body is JSON whatever its content-type says and an
+error has OpenAI's envelope. It knows the bodies' schemas and no handler.
+
+Proof: tests/test_openapi.py. Story: app.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+ENVELOPE = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+REASONS = {
+    "400": "a field cannot be honoured; the message names it",
+    "401": "the server asks for a key",
+    "404": "no such model",
+    "408": "the body took too long to come",
+    "413": "the body is too large",
+    "429": "too many answers are open; Retry-After says when to come back",
+    "500": "the engine or the server failed",
+    "503": "the engine takes no requests now",
+    "504": "the request took longer than the server allows",
+}
+
+
+def takes(body: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
+    """The words for a route with this body: what it takes, and every status it may answer with."""
+    schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+    answers: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if streams:
+        answers["text/event-stream"] = {"schema": {"type": "string"}}
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "responses": {"200": {"description": "the answer", "content": answers}, **failures(*REASONS)},
+    }
+
+
+def gives(*statuses: str, text: bool = False) -> dict[str, Any]:
+    """The words for a route without a body: 200 with an object (or plain text), and these failures."""
+    kind = {"text/plain": {"schema": {"type": "string"}}}
+    content = kind if text else {"application/json": {"schema": {"type": "object"}}}
+    return {"responses": {"200": {"description": "the answer", "content": content}, **failures("401", *statuses)}}
+
+
+def failures(*statuses: str) -> dict[str, Any]:
+    """The failures of a route, each in the envelope."""
+    content = {"application/json": {"schema": ENVELOPE}}
+    return {status: {"description": REASONS[status], "content": content} for status in statuses}
+
+
+def document_bodies(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
+    """Add the schemas that `takes` refers to, and take out the 422 that FastAPI promises and nobody gives."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = plain()
+        modes: Any = [(body, "validation") for body in bodies]
+        _, schemas = models_json_schema(modes, ref_template="#/components/schemas/{model}")
+        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
