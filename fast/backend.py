@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,13 +21,14 @@ from torch import Tensor
 
 from fast.cache import BatchedPagedKVCache
 from fast.inputs import DecodeInputs
+from fast.linear import MATRICES
 from fast.model import Chunk, Forward
 from fast.plan import DecodePlan
 from fast.pool import KERNEL_LANES, KVPoolPlan
 from fast.warmup import warmup_plan
 from gates.backend import check_no_kernel_compiles_after_ready
 from reference.config import ModelConfig
-from reference.weights import ModelWeights
+from reference.weights import LayerWeights, ModelWeights
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 ONE_CHAIN = "each number is one chain of operations, whose order depends on its own token alone"
@@ -132,12 +134,18 @@ def build_backend(
     half_weights: bool = False,
     half_kv: bool = False,
     threads: int | None = None,
+    take_weights: bool = False,
 ) -> tuple[AnyForward, BatchedPagedKVCache]:
     """A forward, its kernels compiled, and the cache that a pool plan promised.
+
+    `take_weights` empties `weights` layer by layer as the forward makes its own copies, so that the model is in memory
+    once; nobody can compute from it any more.
 
     Raises:
         ValueError: the kernels cannot run as asked, or something is asked of them while they are off.
     """
+    if take_weights:
+        weights = handing_over(weights)
     if not kernels:
         asked = {"half_weights": half_weights, "half_kv": half_kv, "threads": threads}
         for name, value in asked.items():
@@ -158,6 +166,26 @@ def build_backend(
     return forward, cache
 
 
+def handing_over(weights: ModelWeights) -> ModelWeights:
+    """The same model, but a layer's matrix leaves `weights` when it is read: whoever reads it holds it alone."""
+    return replace(weights, layers=[cast(LayerWeights, _HandedOver(layer)) for layer in weights.layers])
+
+
+class _HandedOver:
+    """A layer that can be read once."""
+
+    def __init__(self, layer: LayerWeights) -> None:
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        tensor: Tensor | None = getattr(self._layer, name)
+        if name in MATRICES:
+            if tensor is None:
+                raise RuntimeError(f"{name}: this layer's matrix was handed over already")
+            setattr(self._layer, name, None)
+        return tensor
+
+
 def why_no_kernels(*, dtype: torch.dtype, device: torch.device | str, block_size: int) -> str:
     """What stands in the kernels' way, as the end of a sentence; empty when nothing does."""
     if dtype != torch.float32:
@@ -174,7 +202,8 @@ def facts_of(forward: AnyForward) -> dict[str, Any]:
     if isinstance(forward, KernelBackend):
         return forward.facts()
     name = str(forward.dtype).removeprefix("torch.")
-    facts = {"name": "torch", "weights": name, "kv": name, "threads": torch.get_num_threads()}
+    facts: dict[str, Any] = {"name": "torch", "weights": name, "weight_bytes": forward.weight_bytes, "kv": name}
+    facts["threads"] = torch.get_num_threads()
     return facts | {"schedule_invariant": False, "reason": BY_ROW_COUNT}
 
 

@@ -110,15 +110,16 @@ class Engine:
         half_weights: bool = False,
         half_kv: bool = False,
         threads: int | None = None,
+        take_weights: bool = False,
         recorder: Recorder | None = None,
         seed_source: Callable[[], int] = random_seed,
     ) -> Engine:
         """An engine over the pool that `plan_pool` makes of the sizes; every switch is separate and off.
 
-        `compact_rows` moves survivors into holes, `gather_rows` leaves rows where they are and reads them through
-        one fixed buffer instead. `kernels` computes on the CPU kernels (compiled here), whose weights and K/V are
-        float32 unless told, and whose width has one bucket. The other switches are `DecodePath`'s; a captured or
-        compiled path is to be warmed (`warm_decode`) before it is used.
+        `compact_rows` moves survivors into holes, `gather_rows` reads rows where they are through a fixed buffer.
+        `kernels` computes on the CPU kernels (compiled here), whose weights and K/V are float32 unless told, and whose
+        width has one bucket. `take_weights` empties `weights`, so that the model is in memory once. The other
+        switches are `DecodePath`'s; a captured or compiled path is to be warmed (`warm_decode`) first.
 
         Raises:
             ValueError: a limit is out of range, the pool holds nobody, or switches contradict each other.
@@ -128,12 +129,11 @@ class Engine:
         sizes: dict[str, Any] = {"max_batch_size": max_batch_size, "block_size": block_size, "num_blocks": num_blocks}
         sizes |= {"kv_bytes": kv_bytes, "max_model_len": max_model_len, "kernels": kernels}
         pool_plan = plan_pool(config, element_bytes=2 if half_kv else dtype.itemsize, **sizes)
-        where: dict[str, Any] = {"dtype": dtype, "device": device, "gather": gather_rows}
-        halves: dict[str, Any] = {"half_weights": half_weights, "half_kv": half_kv}
-        forward, cache = build_backend(config, weights, pool_plan, **where, kernels=kernels, **halves, threads=threads)
+        how: dict[str, Any] = {"dtype": dtype, "device": device, "gather": gather_rows, "kernels": kernels}
+        how |= {"half_weights": half_weights, "half_kv": half_kv, "threads": threads, "take_weights": take_weights}
+        made = build_backend(config, weights, pool_plan, **how)
         decode = DecodePath(
-            forward,
-            cache,
+            *made,
             bucket_decode=bucket_decode,
             persist_inputs=persist_inputs,
             capture_decode=capture_decode,
@@ -143,8 +143,8 @@ class Engine:
             width_multiple=width_multiple,
             recorder=recorder,
         )
-        compactor = RowCompactor("compact" if compact_rows else "gather" if gather_rows else "free")
-        return cls(forward, cache, decode=decode, compactor=compactor, pool_plan=pool_plan, seed_source=seed_source)
+        rows = RowCompactor("compact" if compact_rows else "gather" if gather_rows else "free")
+        return cls(*made, decode=decode, compactor=rows, pool_plan=pool_plan, seed_source=seed_source)
 
     @property
     def max_model_len(self) -> int:

@@ -22,7 +22,7 @@ from fast.attention import decode_attention, prefill_attention
 from fast.cache import BatchedPagedKVCache
 from fast.plan import DecodePlan
 from reference.config import ModelConfig
-from reference.weights import LayerWeights, ModelWeights
+from reference.weights import LayerWeights, ModelWeights, model_shapes
 
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
 Attend = Callable[[int, Tensor], Tensor]  # (layer, q [T, H, D]) -> [T, H, D]
@@ -84,6 +84,7 @@ class Forward:
         self.dtype = dtype
         self.device = torch.device(device)
         self.scale = config.head_dim**-0.5
+        self.weight_bytes = sum(math.prod(shape) for shape in model_shapes(config).values()) * dtype.itemsize
         self.embedding = weights.embedding.to(device, dtype)
         self.layers = [_fuse(layer, dtype, self.device, linear) for layer in weights.layers]
         self.final_norm = weights.final_norm.to(device, dtype)

@@ -85,13 +85,14 @@ def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
         assigned = dict.fromkeys(_open(single).keys(), single.name)
     shards = {name: _open(folder / name) for name in sorted(set(assigned.values()))}
     held = {name: set(shard.keys()) for name, shard in shards.items()}
+    paths = {name: folder / name for name in shards}
     stored = {}
     for tensor, shard in assigned.items():
         if tensor.endswith(KNOWN_BUFFER):
             continue
         if tensor not in held[shard]:
             raise WeightsError(f"{tensor}: the index assigns it to {shard}, which does not hold it")
-        stored[tensor] = _stored(shards[shard], shard, tensor)
+        stored[tensor] = _stored(shards[shard], paths[shard], tensor)
     return stored
 
 
@@ -129,13 +130,15 @@ def _open(path: Path) -> Any:
         raise WeightsError(f"{path}: not a whole safetensors file: {error}") from None
 
 
-def _stored(shard: Any, source: str, name: str) -> StoredTensor:
+def _stored(shard: Any, path: Path, name: str) -> StoredTensor:
     entry = shard.get_slice(name)
-    if entry.get_dtype() not in HELD_KINDS:
-        raise WeightsError(f"{name}: stored as {entry.get_dtype()} in {source}, not one of {', '.join(HELD_KINDS)}")
+    kind = entry.get_dtype()
+    if kind not in HELD_KINDS:
+        raise WeightsError(f"{name}: stored as {kind} in {path.name}, not one of {', '.join(HELD_KINDS)}")
 
     def read() -> Tensor:
-        # A copy: the mapped view would change or vanish with the file.
-        return shard.get_tensor(name).clone()
+        # A copy: the mapped view would change or vanish with the file. Mapped anew for each tensor, so that no page
+        # of the file stays in memory beside the copies.
+        return _open(path).get_tensor(name).clone()
 
-    return StoredTensor(source, tuple(entry.get_shape()), read)
+    return StoredTensor(path.name, tuple(entry.get_shape()), read)

@@ -28,6 +28,7 @@ from serve.errors import NOT_FOUND, ApiError, from_value_error, install_error_ha
 from serve.guard import install_guards
 from serve.limits import ServerLimits
 from serve.loop import EngineLoop
+from serve.memory import memory
 from serve.metrics import CONTENT_TYPE, Metrics
 from serve.openapi import document_bodies, gives, takes
 from serve.prompts import Job, check_num_answers, limits_of, plan_chat, plan_completion
@@ -152,7 +153,7 @@ class Api:
         state: dict[str, Any] = {"status": status}
         if not self._server_limits.api_keys:  # this route asks for no key, and the rest is nobody else's business
             state |= {"model": self._model_name, "open": self._loop.num_open, "engine": self._loop.stats}
-            state["boot"] = self._boot
+            state |= {"memory": memory(self._boot), "boot": self._boot}
         return _json_response(state, status=200 if status == "ok" else 503)
 
     async def metrics(self) -> Response:

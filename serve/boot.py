@@ -25,6 +25,7 @@ import torch
 
 from reference.request import Engine
 from serve.limits import ServerLimits, limits_from
+from serve.memory import peak_rss_bytes, returned_at_once
 from serve.models import LoadedModel, load_model
 from serve.options import UsageError
 from serve.trace import attach_trace
@@ -58,10 +59,11 @@ def build_engine(
     half_weights: bool = False,
     half_kv: bool = False,
     threads: int | None = None,
+    take_weights: bool = False,
 ) -> Engine:
     """An idle engine over a loaded model, warm when it captures. `dtype` is what it computes in.
 
-    The switches stay apart here: only the command line bundles them. The reference has none of them.
+    The switches stay apart here, and the reference has none. `take_weights` empties `loaded.weights` while it packs.
 
     Raises:
         ValueError: the engine's name, or a size or switch that cannot work, with the range allowed.
@@ -78,7 +80,7 @@ def build_engine(
         sizes: dict[str, Any] = {"max_batch_size": max_batch_size, "block_size": block_size}
         sizes |= {"kv_bytes": kv_cache_bytes, "max_model_len": max_model_len, "width_multiple": width_multiple}
         computes: dict[str, Any] = {"dtype": dtype, "kernels": kernels, "threads": threads}
-        computes |= {"half_weights": half_weights, "half_kv": half_kv}
+        computes |= {"half_weights": half_weights, "half_kv": half_kv, "take_weights": take_weights}
         fast = FastEngine.build(
             loaded.config,
             loaded.weights,
@@ -106,6 +108,21 @@ def boot(args: argparse.Namespace) -> tuple[LoadedModel, Engine]:
     """
     start = time.perf_counter()
     set_threads(args.threads)
+    with returned_at_once():
+        weights, loaded, engine = _load_and_build(args)
+    print(boot_line(weights, engine, args, seconds=time.perf_counter() - start), file=sys.stderr)
+    if engine.max_model_len < (args.max_model_len or loaded.config.max_positions):
+        wanted = args.max_model_len or loaded.config.max_positions
+        print(
+            f"note: a request may have {engine.max_model_len:,} tokens, not {wanted:,}: {WHY_LOWERED}", file=sys.stderr
+        )
+    if args.trace is not None:
+        attach_trace(engine, args.trace, model=args.model, config=loaded.config)
+    return loaded, engine
+
+
+def _load_and_build(args: argparse.Namespace) -> tuple[str, LoadedModel, Engine]:
+    """What was loaded in words, the model without its weights, and the engine that has them."""
     loaded = load_model(args.model)
     weights = weights_line(loaded)
     try:
@@ -123,22 +140,14 @@ def boot(args: argparse.Namespace) -> tuple[LoadedModel, Engine]:
             width_multiple=args.width_multiple,
             warm_rows=args.warm_rows,
             warm_width=args.warm_width,
+            take_weights=True,
             **switches(args),
             **chosen,
         )
     except ValueError as error:
         raise as_option(error) from error
     # The engine has its own copy, packed or cast; what it was made from is not held beside it.
-    loaded = replace(loaded, weights=None)
-    print(boot_line(weights, engine, args, seconds=time.perf_counter() - start), file=sys.stderr)
-    if engine.max_model_len < (args.max_model_len or loaded.config.max_positions):
-        wanted = args.max_model_len or loaded.config.max_positions
-        print(
-            f"note: a request may have {engine.max_model_len:,} tokens, not {wanted:,}: {WHY_LOWERED}", file=sys.stderr
-        )
-    if args.trace is not None:
-        attach_trace(engine, args.trace, model=args.model, config=loaded.config)
-    return loaded, engine
+    return weights, replace(loaded, weights=None), engine
 
 
 def switches(args: argparse.Namespace) -> dict[str, bool]:
@@ -212,16 +221,18 @@ def weights_line(loaded: LoadedModel) -> str:
 def boot_line(weights: str, engine: Engine, args: argparse.Namespace, *, seconds: float) -> str:
     """One line: the model and its weights, the engine, its backend and limits, and how long the start took."""
     rows = args.max_batch_size if args.engine == "fast" else 1
-    facts = engine.describe().get("backend")
+    facts, peak = engine.describe().get("backend"), peak_rss_bytes()
     runs_on = ""
+    held = "" if peak is None else f", {peak / 1e6:.0f} MB of memory at most"
     if facts is not None:
+        held += f" (weights {facts['weight_bytes'] / 1e6:.0f} MB)" if held else ""
         promise = "invariant" if facts["schedule_invariant"] else "not invariant"
         runs_on = f" on {facts['name']} (weights {facts['weights']}, K/V {facts['kv']}; schedule {promise})"
     return (
         f"{weights} | {args.engine} engine in {args.dtype}{runs_on}, {rows} rows, "
         f"up to {engine.max_model_len:,} tokens a request, "
         f"K/V room for {engine.stats()['kv_capacity_tokens']:,} tokens | {torch.get_num_threads()} threads | "
-        f"ready in {seconds:.1f} s"
+        f"ready in {seconds:.1f} s{held}"
     )
 
 

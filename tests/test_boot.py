@@ -219,6 +219,7 @@ def test_every_engine_option_reaches_the_engine(command: str, monkeypatch: pytes
         "half_weights": False,
         "half_kv": False,
         "threads": None,
+        "take_weights": True,
     }
 
 
