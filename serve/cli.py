@@ -1,4 +1,4 @@
-"""The command line: `nanoserve serve | chat | generate | model | coverage | trace`, also `python -m serve`.
+"""The command line: `nanoserve serve | chat | generate | model | coverage | trace | bench`.
 
 It reads arguments and names an engine; the work is in `serve.boot`, `serve.chat`, `serve.generate`, `serve.models` and
 `serve.fetch`, imported when a command needs them so that `--help` answers at once. A bad argument exits with 2 and a
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from reference.request import SEED_RANGE
+from serve.bench import add_bench_arguments, bench
 from serve.limits import add_limit_arguments
 from serve.models import CATALOGUE, TINY_RANDOM, UnknownModel, home, installed, model_path
 from serve.options import UsageError, bias, integer, integers, num_bytes, number
@@ -81,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
         commands.add_parser("coverage", help="which decode steps replay a recording", allow_abbrev=False)
     )
     add_trace_arguments(commands)
+    add_bench_arguments(commands, default_model=DEFAULT_MODEL)
     return parser
 
 
@@ -293,7 +295,7 @@ def _coverage(args: argparse.Namespace) -> int:
 
 
 COMMANDS = {"serve": _serve, "chat": _chat, "generate": _generate, "model": _model, "coverage": _coverage}
-COMMANDS |= {"trace": trace}
+COMMANDS |= {"trace": trace, "bench": bench}
 
 
 def _megabytes(num_bytes: int) -> str:

@@ -1,0 +1,58 @@
+"""The command group `nanoserve bench`: each measurement is a module of its own, imported when it is asked for.
+
+Proof: tests/test_bench_serve.py. Story: metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+from serve.options import integer, integers
+
+
+def add_bench_arguments(commands: argparse._SubParsersAction[Any], *, default_model: str) -> None:
+    """Add the command `bench` and its actions."""
+    bench = commands.add_parser("bench", help="measure the engine or the server", allow_abbrev=False)
+    actions = bench.add_subparsers(dest="action", required=True, metavar="ACTION")
+    _serve_arguments(
+        actions.add_parser("serve", help="the server under an open load, arms in turn", allow_abbrev=False),
+        default_model=default_model,
+    )
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Run one action."""
+    from serve.bench_serve import bench_serve
+
+    return bench_serve(args)
+
+
+def _serve_arguments(parser: argparse.ArgumentParser, *, default_model: str) -> None:
+    add = parser.add_argument
+    add("--rates", type=_rates, default=(1.0, 2.0, 4.0, 8.0), metavar="1,2,4,8", help="requests a second")
+    add("--arms", type=_words, default=("eager", "graph", "no-compact"), metavar="A,B", help="ways to start the server")
+    add("--dataset", default="synthetic", metavar="FILE", help="JSONL of prompt and max_tokens, or synthetic")
+    add("--requests", type=integer(1), default=32, metavar="N", help="at each rate; default: 32")
+    add("--prompt-tokens", type=integer(1), default=64, metavar="T", help="of a synthetic prompt; default: 64")
+    add("--gens", type=integers(1), default=(16, 32, 64, 128), metavar="16,32", help="answer lengths")
+    add("--seed", type=integer(0), default=0, help="of arrivals, prompts and lengths; default: 0")
+    add("--slo-ttft-ms", type=integer(1), default=1000, metavar="MS", help="a good request's; default: 1000")
+    add("--slo-itl-ms", type=integer(1), default=100, metavar="MS", help="a good request's mean; default: 100")
+    add("--model", default=default_model, help=f"default: {default_model}")
+    add("--max-batch-size", type=integer(1, 1024), default=32, metavar="R", help="rows; default: 32")
+    add("--max-model-len", type=integer(1), metavar="T")
+    add("--threads", type=integer(1, 1024), metavar="N", help="of each server")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"\d+(\.\d+)?", part) and float(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of rates above 0, such as 0.5,1,2")
+    return tuple(float(part) for part in parts)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
