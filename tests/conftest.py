@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from gates import set_level
+from tests.gpu_mode import DEVICE, VARIABLE
 
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("dev", max_examples=25, **COMMON)
@@ -29,6 +30,13 @@ def full_gates():
     set_level("full")
     yield
     set_level("full")
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter for one test, where there is no card."""
+    if DEVICE == "cpu":
+        monkeypatch.setenv(VARIABLE, "1")
 
 
 @pytest.fixture(scope="session")
