@@ -176,6 +176,8 @@ class Engine:
             max_tokens=min(room, params.max_tokens or room),
             tokens=list(request.prompt_ids),
         )
+        if request.guide is not None:
+            sequence.guide = request.guide.start(vocab_size=self.config.vocab_size, eos_token_ids=eos)
         self._arrivals += 1
         self._open[request.id] = sequence
         self.scheduler.add(sequence)
@@ -331,6 +333,8 @@ class Engine:
                 sequence.tokens.append(token)
                 self.rows.count(row, token)
                 event = Event(sequence.request.id, token, self._finish_reason(sequence), logprobs)
+                if sequence.guide is not None and event.finish_reason is None:
+                    sequence.guide.accept(token)
             if event.finish_reason is not None:
                 self.scheduler.release(sequence)
             events.append(event)
@@ -348,7 +352,9 @@ class Engine:
             finished=reason is not None,
         )
         if reason == "stop":
-            check_end_allowed(output_tokens=sequence.num_generated, min_tokens=sequence.request.params.min_tokens)
+            over = sequence.guide is not None and sequence.guide.allowed().only_end
+            least = 0 if over else sequence.request.params.min_tokens
+            check_end_allowed(output_tokens=sequence.num_generated, min_tokens=least)
         return reason
 
     def _check_schedule(self, output: SchedulerOutput) -> None:

@@ -174,7 +174,8 @@ def request_dict(request: Request) -> dict[str, Any]:
     """A request for JSON, every sampling parameter included; `logit_bias` as pairs, for JSON's keys are strings."""
     params = {column.name: getattr(request.params, column.name) for column in fields(SamplingParams)}
     params["logit_bias"] = [list(pair) for pair in request.params.logit_bias.items()]
-    return {"id": request.id, "prompt_ids": list(request.prompt_ids), "params": params}
+    guide = {} if request.guide is None else {"guide": request.guide.describe()}
+    return {"id": request.id, "prompt_ids": list(request.prompt_ids), "params": params, **guide}
 
 
 def _changes(before: Mapping[int, tuple[int, ...]], after: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reference.request import Request
+from reference.request import GuideState, Request
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +34,7 @@ class Sequence:
     tokens: list[int]  # prompt, then answer
     row: int | None = None
     preemptions: int = 0
+    guide: GuideState | None = None  # what restricts the answer; it goes on after a preemption, as the tokens do
 
     @property
     def num_generated(self) -> int:
@@ -97,6 +98,7 @@ class Rows:
     min_tokens: NDArray[np.int64] = _column(np.int64, 0, lambda s: s.request.params.min_tokens)
     logprobs: NDArray[np.int64] = _column(np.int64, -1, lambda s: _logprobs_wanted(s))
     bias: NDArray[Any] = _column(object, None, lambda s: _bias(s))  # ([n] ids, [n] values) or None
+    guide: NDArray[Any] = _column(object, None, lambda s: s.guide)
     forbidden: NDArray[Any] = _column(object, (), lambda s: s.forbidden)
     counts: NDArray[Any] = _column(object, None, lambda s: _counts(s))  # TokenCounts, or None without penalties
 

@@ -22,8 +22,14 @@ from torch import Tensor
 
 from fast.rows import Rows
 from gates import FULL, enabled
-from gates.sampling import check_draw_position, check_kept_set, check_token_allowed
-from reference.request import LOGPROB_FLOOR, TokenLogprobs
+from gates.sampling import (
+    check_draw_position,
+    check_guides_told,
+    check_kept_set,
+    check_token_allowed,
+    check_token_guided,
+)
+from reference.request import LOGPROB_FLOOR, Allowed, TokenLogprobs
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -53,20 +59,22 @@ def sample_rows(
     raw = _host(logits)
     peak = raw.max(axis=1)  # hands a NaN on
     usable, masked = peak < np.inf, peak == -np.inf
-    forbidden = [_forbidden(rows, row) for row in index]
+    allowed = _allowed(rows, index)
+    forbidden = [_forbidden(rows, row, guide) for row, guide in zip(index, allowed, strict=True)]
     # 1. Rows that take the highest raw logit; argmax takes the lowest id among ties.
     tokens = raw.argmax(axis=1)
     # 2. Rows with work of their own.
-    busy = np.flatnonzero(usable & _has_work(rows, at, forbidden))
+    guided = np.array([guide is not None for guide in allowed], np.bool_)
+    busy = np.flatnonzero(usable & (guided | _has_work(rows, at, forbidden)))
     if busy.size:
         scores = raw[busy].astype(np.float64)
         for score, n in zip(scores, busy, strict=True):
-            _change(score, rows, int(at[n]), forbidden[n])
+            _change(score, rows, int(at[n]), forbidden[n], allowed[n])
         masked[busy] = scores.max(axis=1) == -np.inf
         scores[masked[busy]] = 0.0
         tokens[busy] = _choose(scores, rows, at[busy], np.asarray(positions, np.int64)[busy])
     # 3. What each row gets: a token, or the reason why there is none.
-    errors = [_error(bool(fine), bool(none_left)) for fine, none_left in zip(usable, masked, strict=True)]
+    errors = [_error(bool(usable[n]), bool(masked[n]), allowed[n]) for n in range(len(index))]
     chosen = [int(token) if error is None else NO_TOKEN for token, error in zip(tokens, errors, strict=True)]
     good = [n for n, error in enumerate(errors) if error is None]
     check_token_allowed(
@@ -74,6 +82,11 @@ def sample_rows(
         vocab_size=raw.shape[1],
         forbidden_ids=[forbidden[n] for n in good],
     )
+    if guided.any():
+        check_token_guided(
+            token_ids=[chosen[n] for n in good],
+            allowed=[_own_guide_allows(rows, index[n], chosen[n]) for n in good],
+        )
     wanted = rows.logprobs[at]
     asked = {n: _logprobs(raw[n], chosen[n], num_top=int(wanted[n])) for n in good if wanted[n] >= 0}
     return Sampled(chosen, [asked.get(n) for n in range(len(chosen))], errors)
@@ -99,8 +112,28 @@ def _host(logits: Tensor) -> NDArray[np.floating]:  # [N, V]
     return (logits.float() if narrow else logits).cpu().numpy()
 
 
-def _forbidden(rows: Rows, row: int) -> tuple[int, ...]:
-    """The ids this row may not choose now: what would end an answer shorter than `min_tokens`."""
+def _allowed(rows: Rows, index: Sequence[int]) -> list[Allowed | None]:
+    """What each row's guide says, None for a row without one; the masks were worked out during the forward."""
+    guides = [rows.guide[row] for row in index]
+    if not any(guide is not None for guide in guides):
+        return [None] * len(guides)
+    held = [row for row, guide in zip(index, guides, strict=True) if guide is not None]
+    check_guides_told(
+        told=[rows.guide[row].num_accepted for row in held],
+        generated=[rows.sequence[row].num_generated for row in held],
+    )
+    return [None if guide is None else guide.allowed() for guide in guides]
+
+
+def _own_guide_allows(rows: Rows, row: int, token: int) -> bool:
+    guide = rows.sequence[row].guide
+    return guide is None or bool(guide.allowed().ids[token])
+
+
+def _forbidden(rows: Rows, row: int, guide: Allowed | None) -> tuple[int, ...]:
+    """The ids this row may not choose now: what would end an answer shorter than `min_tokens`, if it can go on."""
+    if guide is not None and guide.only_end:
+        return ()
     return rows.forbidden[row] if rows.sequence[row].num_generated < rows.min_tokens[row] else ()
 
 
@@ -112,8 +145,14 @@ def _has_work(rows: Rows, at: Ints, forbidden: list[tuple[int, ...]]) -> NDArray
     return (rows.temperature[at] > 0.0) | np.array(own, np.bool_)
 
 
-def _change(score: Floats, rows: Rows, row: int, forbidden: tuple[int, ...]) -> None:  # [V], in place
-    """Penalties, then bias, then the mask; each touches the ids it names and no other."""
+def _change(
+    score: Floats,  # [V], in place
+    rows: Rows,
+    row: int,
+    forbidden: tuple[int, ...],
+    guide: Allowed | None,
+) -> None:
+    """Penalties, then bias, then the masks; each touches the ids it names and no other."""
     seen = rows.counts[row]
     if seen is not None:
         before, times = score[seen.ids], seen.counts
@@ -123,6 +162,8 @@ def _change(score: Floats, rows: Rows, row: int, forbidden: tuple[int, ...]) -> 
     if rows.bias[row] is not None:
         ids, values = rows.bias[row]
         score[ids] += values
+    if guide is not None:
+        score[~guide.ids] = -np.inf
     if forbidden:
         score[list(forbidden)] = -np.inf
 
@@ -188,9 +229,11 @@ def _draw(mass: Floats, u: Floats) -> Ints:  # [n, V], [n] -> [n]
     return tokens
 
 
-def _error(usable: bool, masked: bool) -> str | None:
+def _error(usable: bool, masked: bool, guide: Allowed | None) -> str | None:
     if not usable:
         return "logits: NaN or +inf among them"
+    if masked and guide is not None and guide.error is not None:
+        return guide.error
     return "logits: every token id is masked, there is none to choose" if masked else None
 
 

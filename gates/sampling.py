@@ -41,6 +41,27 @@ def check_token_allowed(*, token_ids: Sequence[int], vocab_size: int, forbidden_
         require_rows(early, len(token_ids), fact)
 
 
+@gate("sampling.token_guided", at=CHEAP)
+def check_token_guided(*, token_ids: Sequence[int], allowed: Sequence[bool]) -> None:
+    """Row by row, the request's own guide allows the chosen token; a request without one is allowed all.
+
+    `allowed` must be asked of the requests' guides, not of the masks that were applied: those may be a neighbour's.
+    """
+    bad = [row for row, fine in enumerate(allowed) if not fine]
+    if bad:
+        require_rows(bad, len(token_ids), f"token {token_ids[bad[0]]} chosen, the request's guide does not allow it")
+
+
+@gate("sampling.guides_told", at=CHEAP)
+def check_guides_told(*, told: Sequence[int], generated: Sequence[int]) -> None:
+    """Row by row, a guide was told of as many tokens as its answer holds: it speaks of the next one and no other."""
+    bad = [row for row, (heard, said) in enumerate(zip(told, generated, strict=True)) if heard != said]
+    if bad:
+        require_rows(
+            bad, len(told), f"the guide was told of {told[bad[0]]} tokens, the answer holds {generated[bad[0]]}"
+        )
+
+
 @gate("sampling.end_allowed", at=CHEAP)
 def check_end_allowed(*, output_tokens: int, min_tokens: int) -> None:
     """An answer that a token ended has more than `min_tokens` tokens, that one counted.

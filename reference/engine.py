@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from gates.engine import check_ends_once, check_gauges, check_tokens_cached, check_within_limits
+from gates.sampling import check_guides_told
 from reference import request as contract
 from reference.cache import KVCache
 from reference.config import ModelConfig
 from reference.model import LlamaModel
-from reference.request import Completion, Event, Request, validate_submit
+from reference.request import Completion, Event, GuideState, Request, validate_submit
 from reference.sampling import UnusableLogits, sample
 from reference.weights import ModelWeights
 
@@ -41,6 +42,7 @@ class Sequence:
     seed: int
     output_ids: list[int] = field(default_factory=list)
     cache: KVCache | None = None  # made by the first step, and gone with the sequence
+    guide: GuideState | None = None  # what restricts the answer, and how far the answer has come in it
 
     @property
     def token_ids(self) -> list[int]:
@@ -99,6 +101,9 @@ class Engine:
         )
         seed = self._seed_source() if request.params.seed is None else request.params.seed
         self._open[request.id] = sequence = Sequence(request, seed)
+        if request.guide is not None:
+            ends = self.config.eos_token_ids
+            sequence.guide = request.guide.start(vocab_size=self.config.vocab_size, eos_token_ids=ends)
         self._waiting.append(sequence)
 
     def abort(self, request_id: str) -> None:
@@ -167,6 +172,9 @@ class Engine:
         """Compute what is not cached yet, choose a token from the last row of logits, and see if it is the end."""
         request, known = sequence.request, len(sequence.token_ids)
         logits = self._forward(sequence)
+        guide = sequence.guide
+        if guide is not None:
+            check_guides_told(told=[guide.num_accepted], generated=[len(sequence.output_ids)])
         try:
             token, logprobs = sample(
                 logits,
@@ -176,11 +184,15 @@ class Engine:
                 position=known,
                 seed=sequence.seed,
                 eos_token_ids=self.config.eos_token_ids,
+                allowed=None if guide is None else guide.allowed(),
             )
         except UnusableLogits as error:
             return Event(request.id, None, "error", error=str(error))
         sequence.output_ids.append(token)
-        return Event(request.id, token, self._finish_reason(sequence), logprobs)
+        reason = self._finish_reason(sequence)
+        if guide is not None and reason is None:
+            guide.accept(token)
+        return Event(request.id, token, reason, logprobs)
 
     def _forward(self, sequence: Sequence) -> Tensor:  # -> [V]
         """Logits after the last token. The first time all the prompt is new, later just the token chosen before."""

@@ -9,10 +9,13 @@ Proof: tests/test_request.py. Story: engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -31,7 +34,8 @@ class SamplingParams:
 
     1. `repetition_penalty` on every id of prompt and answer (a positive logit divided, another multiplied);
        `presence_penalty` once and `frequency_penalty` per occurrence, on ids of the answer alone.
-    2. `logit_bias` added; then EOS and stop ids masked while fewer than `min_tokens` tokens exist.
+    2. `logit_bias` added; then every id masked that the request's guide does not allow; then EOS and stop ids masked
+       while fewer than `min_tokens` tokens exist, unless the guide allows nothing but the end.
     3. `temperature` 0: the highest logit, lowest id among ties. Else softmax((logits - max) / temperature).
     4. `min_p` keeps p >= min_p * max(p); `top_k` keeps the k first in the order (p descending, id ascending);
        `top_p` keeps the shortest prefix of that order whose share of the mass still kept reaches top_p.
@@ -99,15 +103,54 @@ class SamplingParams:
                 _integer(name, token, 0, vocab_size - 1)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Allowed:
+    """What a guide lets an answer say next, its EOS ids included where it may end."""
+
+    ids: NDArray[np.bool_]  # [V]
+    only_end: bool = False  # nothing but EOS is left
+    error: str | None = None  # why the guide gave up; then no id is allowed
+
+
+class GuideState(Protocol):
+    """How far one answer has come in its guide. An engine tells it each token that does not end the answer."""
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens it was told of."""
+
+    def accept(self, token_id: int) -> None:
+        """The answer goes on with this token. What follows is worked out elsewhere, while the engine computes."""
+
+    def allowed(self) -> Allowed:
+        """What may follow; waits for what `accept` began."""
+
+
+class Guide(Protocol):
+    """A grammar that an answer keeps to, as ids: shared by requests, and a function of the answer's tokens alone."""
+
+    def start(self, *, vocab_size: int, eos_token_ids: Sequence[int]) -> GuideState:
+        """The state of an answer that has no token yet, for a model with these logits and these ends."""
+
+    def describe(self) -> dict[str, str]:
+        """Plain text from which the same guide can be made again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to be continued: its token ids, how to sample, and an id that is unique while it is open."""
+    """One prompt to be continued: its token ids, how to sample, and an id that is unique while it is open.
+
+    `guide` restricts what may be said; with one there is no going on past EOS.
+    """
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     id: str = "request"
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
+        if self.guide is not None and self.params.ignore_eos:
+            raise ValueError("ignore_eos: True contradicts a guide, after whose end nothing may follow")
         object.__setattr__(self, "prompt_ids", _checked_ids("prompt_ids", self.prompt_ids))
         if not self.prompt_ids:
             raise ValueError("prompt_ids: empty; at least one token is needed to compute a next one")
@@ -122,7 +165,8 @@ class Request:
         children = []
         for i in range(self.params.n):
             seed = None if self.params.seed is None else (self.params.seed + i - low) % 2**64 + low
-            children.append(Request(self.prompt_ids, replace(self.params, n=1, seed=seed), f"{self.id}-{i}"))
+            params = replace(self.params, n=1, seed=seed)
+            children.append(Request(self.prompt_ids, params, f"{self.id}-{i}", self.guide))
         return children
 
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gates.sampling import check_draw_position, check_kept_set, check_token_allowed
-from reference.request import LOGPROB_FLOOR, SamplingParams, TokenLogprobs
+from gates.sampling import check_draw_position, check_kept_set, check_token_allowed, check_token_guided
+from reference.request import LOGPROB_FLOOR, Allowed, SamplingParams, TokenLogprobs
 
 MASKED = float("-inf")
 
@@ -36,10 +36,12 @@ def sample(
     position: int,
     seed: int,
     eos_token_ids: Sequence[int],
+    allowed: Allowed | None = None,
 ) -> tuple[int, TokenLogprobs | None]:
     """Choose the next token of one request, and its log probabilities when the request asks for them.
 
     `position` is the index in the sequence of the token chosen here: prompt tokens + answer tokens so far.
+    `allowed` is what the request's guide says, if it has one.
 
     Raises:
         UnusableLogits: the row holds NaN or +inf, or masks left no id to choose.
@@ -54,9 +56,14 @@ def sample(
     for token, bias in params.logit_bias.items():
         scores[token] += bias
     forbidden = forbidden_ids(params, num_output_tokens=len(output_ids), eos_token_ids=eos_token_ids)
+    if allowed is not None:
+        scores[~torch.from_numpy(allowed.ids)] = MASKED
+        if allowed.only_end:
+            forbidden = []  # an answer that has nothing more to say ends, however short it is
     scores[forbidden] = MASKED
     if bool((scores == MASKED).all()):
-        raise UnusableLogits("logits: every token id is masked, there is none to choose")
+        reason = None if allowed is None else allowed.error
+        raise UnusableLogits(reason or "logits: every token id is masked, there is none to choose")
 
     # 3 to 5. Choose.
     if params.greedy:
@@ -64,6 +71,7 @@ def sample(
     else:
         token = draw_token(keep(probabilities(scores, params.temperature), params), uniform(seed, position))
     check_token_allowed(token_ids=[token], vocab_size=len(raw), forbidden_ids=[forbidden])
+    check_token_guided(token_ids=[token], allowed=[allowed is None or bool(allowed.ids[token])])
     return token, None if params.logprobs is None else token_logprobs(raw, token, num_top=params.logprobs)
 
 

@@ -26,6 +26,7 @@ from serve.access import Access, Sink, note_answers
 from serve.bodies import B, read_body
 from serve.errors import NOT_FOUND, ApiError, from_value_error, install_error_handlers, shown
 from serve.guard import install_guards
+from serve.guide import Guides
 from serve.limits import ServerLimits
 from serve.loop import EngineLoop
 from serve.memory import memory
@@ -118,6 +119,7 @@ class Api:
         self._max_model_len = max_model_len
         self._limits = limits_of(tokenizer, max_model_len=max_model_len, max_answers=loop.max_open)
         self._server_limits = limits
+        self._guides = Guides(tokenizer)
         self._created = int(time.time())
         self._boot = boot
         self._metrics = metrics
@@ -173,7 +175,9 @@ class Api:
         body = await self._body(request, CompletionBody)
         id = f"cmpl-{uuid.uuid4().hex}"
         with self._loop.reserve(check_num_answers(body, self._limits)):
-            job = await asyncio.to_thread(plan_completion, body, self._tokenizer, id=id, limits=self._limits)
+            job = await asyncio.to_thread(
+                plan_completion, body, self._tokenizer, self._guides, id=id, limits=self._limits
+            )
         logprobs = job.params.logprobs is not None
         reply = CompletionReply(id, int(time.time()), self._model_name, self._tokenizer, logprobs)
         return await self._answer(request, body, job, reply)
@@ -182,7 +186,7 @@ class Api:
         body = await self._body(request, ChatBody)
         id = f"chatcmpl-{uuid.uuid4().hex}"
         with self._loop.reserve(check_num_answers(body, self._limits)):
-            job = await asyncio.to_thread(plan_chat, body, self._tokenizer, id=id, limits=self._limits)
+            job = await asyncio.to_thread(plan_chat, body, self._tokenizer, self._guides, id=id, limits=self._limits)
         logprobs = job.params.logprobs is not None
         reply = ChatReply(id, int(time.time()), self._model_name, self._tokenizer, logprobs)
         return await self._answer(request, body, job, reply)

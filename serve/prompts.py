@@ -17,10 +17,11 @@ from typing import Any
 
 from tokenizers.models import BPE
 
-from reference.request import MAX_N, Request, SamplingParams
+from reference.request import MAX_N, Guide, Request, SamplingParams
 from reference.token_bytes import byte_alphabet
 from reference.tokenizer import ChatTemplateError, Tokenizer
 from serve.errors import bad_request, from_value_error
+from serve.guide import Guides
 from serve.protocol import ChatBody, CompletionBody, SamplingBody
 
 NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
@@ -98,7 +99,7 @@ def check_num_answers(body: SamplingBody, limits: Limits) -> int:
     return num_prompts * n
 
 
-def plan_completion(body: CompletionBody, tokenizer: Tokenizer, *, id: str, limits: Limits) -> Job:
+def plan_completion(body: CompletionBody, tokenizer: Tokenizer, guides: Guides, *, id: str, limits: Limits) -> Job:
     """Requests of a completions body.
 
     Raises:
@@ -107,6 +108,7 @@ def plan_completion(body: CompletionBody, tokenizer: Tokenizer, *, id: str, limi
     prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     single = bool(prompts) and isinstance(prompts[0], int)
     todo: list[Any] = [prompts] if single else list(prompts)
+    guide = _guide(body, guides)
     requests: list[Request] = []
     echoes: list[str] = []
     num_prompt_tokens = 0
@@ -121,7 +123,7 @@ def plan_completion(body: CompletionBody, tokenizer: Tokenizer, *, id: str, limi
         num_prompt_tokens += len(ids)
         try:
             params = body.sampling(room=room)
-            made = _expanded(ids, params, id if len(todo) == 1 else f"{id}-{index}")
+            made = _expanded(ids, params, id if len(todo) == 1 else f"{id}-{index}", guide)
         except ValueError as error:
             raise from_value_error(error, names=body.engine_names) from None
         requests += made
@@ -130,7 +132,7 @@ def plan_completion(body: CompletionBody, tokenizer: Tokenizer, *, id: str, limi
     return Job(tuple(requests), params, num_prompt_tokens, body.engine_names, tuple(echoes))
 
 
-def plan_chat(body: ChatBody, tokenizer: Tokenizer, *, id: str, limits: Limits) -> Job:
+def plan_chat(body: ChatBody, tokenizer: Tokenizer, guides: Guides, *, id: str, limits: Limits) -> Job:
     """Requests of a chat body: the template writes the prompt and its special tokens.
 
     Raises:
@@ -147,7 +149,7 @@ def plan_chat(body: ChatBody, tokenizer: Tokenizer, *, id: str, limits: Limits) 
     _room(len(ids), limits.max_model_len, field="messages")
     try:
         params = body.sampling()
-        requests = _expanded(ids, params, id)
+        requests = _expanded(ids, params, id, _guide(body, guides))
     except ValueError as error:
         raise from_value_error(error, names=body.engine_names) from None
     return Job(tuple(requests), params, len(ids), body.engine_names)
@@ -214,6 +216,16 @@ def _room(num_prompt_tokens: int, max_model_len: int, *, field: str) -> int:
     return room
 
 
-def _expanded(ids: list[int], params: SamplingParams, id: str) -> list[Request]:
+def _guide(body: SamplingBody, guides: Guides) -> Guide | None:
+    """The compiled guide of a body that asks for one."""
+    if body.guide_spec is None:
+        return None
+    try:
+        return guides.compile(body.guide_spec)
+    except ValueError as error:
+        raise bad_request(str(error), param=body.guide_spec.field) from None
+
+
+def _expanded(ids: list[int], params: SamplingParams, id: str, guide: Guide | None) -> list[Request]:
     """n requests of one answer each, without the stop strings, which are matched where there is text."""
-    return Request(tuple(ids), replace(params, stop=()), id).expand()
+    return Request(tuple(ids), replace(params, stop=()), id, guide).expand()

@@ -15,6 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, PlainValidator, model_validator
 
 from reference.request import MAX_LOGPROBS, SamplingParams
+from serve.formats import Format, Structure
+from serve.guide import GuideSpec
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_STOPS = 4
@@ -119,6 +121,7 @@ class SamplingBody(Body):
     # Labels for the operator's log; they change no answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
+    response_format: Format = None
     # vLLM's extensions.
     top_k: int | None = None
     min_p: float | None = None
@@ -126,13 +129,21 @@ class SamplingBody(Body):
     stop_token_ids: list[int] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    structured_outputs: Structure = None
 
     @model_validator(mode="after")
-    def check_stream_options(self) -> SamplingBody:
-        """`stream_options` is for streams."""
+    def check_shared_fields(self) -> SamplingBody:
+        """`stream_options` is for streams, and an answer has one shape."""
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed when stream is true")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise ValueError("structured_outputs: not allowed with response_format, which says what shape to give")
         return self
+
+    @property
+    def guide_spec(self) -> GuideSpec | None:
+        """The shape that the answer is to have, if one was asked for."""
+        return self.response_format or self.structured_outputs
 
     @property
     def num_prompts(self) -> int:
@@ -237,7 +248,6 @@ class ChatBody(SamplingBody):
         "parallel_tool_calls": (None,),
         "functions": (None, []),
         "function_call": (None, "none"),
-        "response_format": (None, {"type": "text"}),
         "audio": (None,),
         "modalities": (None, ["text"]),
         "prediction": (None,),

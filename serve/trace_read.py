@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from gates.trace import (
     check_rows_explained,
     check_step_explained,
 )
-from reference.request import Request, SamplingParams
+from reference.request import GuideState, Request, SamplingParams
 from serve.trace import FORMAT
 
 
@@ -203,6 +203,22 @@ class _Running:
             check_blocks_conserved(free=step.free_blocks, owned=owned, total=self.num_blocks)
 
 
+@dataclass(frozen=True, slots=True)
+class TracedGuide:
+    """The description of a guide that a traced request had; whoever runs the request makes the guide anew."""
+
+    kind: str
+    source: str
+
+    def start(self, *, vocab_size: int, eos_token_ids: Sequence[int]) -> GuideState:
+        """Refused: nothing is compiled here."""
+        raise ValueError(f"guide: a traced {self.kind} is to be compiled before its request can run")
+
+    def describe(self) -> dict[str, str]:
+        """What the trace says."""
+        return {"kind": self.kind, "source": self.source}
+
+
 def request_of(values: Mapping[str, Any]) -> Request:
     """A request from its JSON form.
 
@@ -211,4 +227,5 @@ def request_of(values: Mapping[str, Any]) -> Request:
     """
     params = dict(values["params"])
     params["logit_bias"] = dict(params["logit_bias"])
-    return Request(tuple(values["prompt_ids"]), SamplingParams(**params), values["id"])
+    guide = TracedGuide(**values["guide"]) if "guide" in values else None
+    return Request(tuple(values["prompt_ids"]), SamplingParams(**params), values["id"], guide)

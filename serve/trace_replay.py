@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from reference.request import Engine, Request
+from serve.guide import Guides, GuideSpec
 from serve.trace_read import TraceError, TraceReader
 
 MOST_SHOWN = 20  # mismatches printed; the others are counted
@@ -79,7 +80,7 @@ def replay_file(path: Path, *, model: str | None) -> int:
     check_same_config(reader, json.loads(json.dumps(asdict(loaded.config))))
     dtype = getattr(torch, told["dtype"].removeprefix("torch."))
     engine = build_engine(loaded, engine="reference", max_model_len=told["max_model_len"], dtype=dtype)
-    report = replay(reader, engine)
+    report = replay(reader, engine, Guides(loaded.tokenizer))
     print(f"{path}: traced on the {told['name']} engine, replayed on the reference, {loaded.name} in {told['dtype']}")
     if reader.truncated:
         print("note: the last line is cut short and was left out")
@@ -113,7 +114,7 @@ def histories(reader: TraceReader) -> list[History]:
     return found
 
 
-def replay(reader: TraceReader, engine: Engine) -> ReplayReport:
+def replay(reader: TraceReader, engine: Engine, guides: Guides | None = None) -> ReplayReport:
     """Run every request of a trace alone on an idle engine of the same `max_model_len`, and compare.
 
     Raises:
@@ -123,20 +124,20 @@ def replay(reader: TraceReader, engine: Engine) -> ReplayReport:
     for history in histories(reader):
         report.endings[history.finish_reason] += 1
         report.tokens += history.num_tokens
-        mismatch = compare(history, engine)
+        mismatch = compare(history, engine, guides)
         if mismatch is not None:
             report.mismatches.append(mismatch)
     return report
 
 
-def compare(history: History, engine: Engine) -> str | None:
+def compare(history: History, engine: Engine, guides: Guides | None = None) -> str | None:
     """The first place where one request's answer differs, or None."""
     name = f"request {history.request.id!r}"
     wanted = [event for event in history.events if event[2] != "abort"]
     if not wanted:
         return None
     try:
-        engine.submit(history.request)
+        engine.submit(guided_again(history.request, guides))
     except ValueError as refusal:
         return f"{name}: the reference refuses it ({refusal})"
     try:
@@ -153,6 +154,17 @@ def compare(history: History, engine: Engine) -> str | None:
         while engine.has_work:
             engine.step()
     return None
+
+
+def guided_again(request: Request, guides: Guides | None) -> Request:
+    """The request with its guide made anew.
+
+    Raises:
+        ValueError: it has one and it cannot be made.
+    """
+    if request.guide is None or guides is None:
+        return request
+    return replace(request, guide=guides.compile(GuideSpec(**request.guide.describe(), field="guide")))
 
 
 def _said(token: int | None) -> str:

@@ -625,7 +625,6 @@ WRONG_CHAT: list[tuple[str, Any]] = [
     ("parallel_tool_calls", True),
     ("functions", [{"name": "f"}]),
     ("function_call", "auto"),
-    ("response_format", {"type": "json_object"}),
     ("audio", {"voice": "x", "format": "wav"}),
     ("modalities", ["text", "audio"]),
     ("prediction", {"type": "content", "content": "x"}),

@@ -18,7 +18,8 @@ from tests.server import DEADLINE_S, MODEL, ScriptedEngine, eventually, says, se
 CHAT = "/v1/chat/completions"
 ASKS = [
     ("GET", "/v1/models"), ("GET", f"/v1/models/{MODEL}"), ("POST", "/v1/completions"), ("POST", CHAT),
-    ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/nope"),
+    ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/version"), ("GET", "/metrics"),
+    ("GET", "/openapi.json"), ("GET", "/nope"),
 ]  # fmt: skip
 
 
