@@ -1,6 +1,6 @@
 """The command group `nanoserve bench`: each measurement is a module of its own, imported when it is asked for.
 
-Proof: tests/test_bench_serve.py. Story: metrics.
+Proof: tests/test_bench_serve.py, tests/test_bench_engine.py. Story: metrics.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 
 from serve.options import integer, integers
 
+ENGINES = ("fast", "reference")
+
 
 def add_bench_arguments(commands: argparse._SubParsersAction[Any], *, default_model: str) -> None:
     """Add the command `bench` and its actions."""
@@ -20,13 +22,19 @@ def add_bench_arguments(commands: argparse._SubParsersAction[Any], *, default_mo
         actions.add_parser("serve", help="the server under an open load, arms in turn", allow_abbrev=False),
         default_model=default_model,
     )
+    _decode_arguments(actions.add_parser("decode", help="time decode steps", allow_abbrev=False), default_model)
+    _prefill_arguments(actions.add_parser("prefill", help="time whole prompts", allow_abbrev=False), default_model)
 
 
 def bench(args: argparse.Namespace) -> int:
     """Run one action."""
-    from serve.bench_serve import bench_serve
+    if args.action == "serve":
+        from serve.bench_serve import bench_serve
 
-    return bench_serve(args)
+        return bench_serve(args)
+    from serve.bench_engine import bench_engine
+
+    return bench_engine(args)
 
 
 def _serve_arguments(parser: argparse.ArgumentParser, *, default_model: str) -> None:
@@ -45,6 +53,40 @@ def _serve_arguments(parser: argparse.ArgumentParser, *, default_model: str) -> 
     add("--max-model-len", type=integer(1), metavar="T")
     add("--threads", type=integer(1, 1024), metavar="N", help="of each server")
     add("--json", action="store_true", help="print one JSON object")
+
+
+def _decode_arguments(parser: argparse.ArgumentParser, default_model: str) -> None:
+    add = parser.add_argument
+    add("--batch", type=integers(1), default=(1, 2, 4, 8, 16, 32), metavar="1,8,32", help="default: 1,2,4,8,16,32 rows")
+    add("--prompt-tokens", type=integer(1), default=64, metavar="T", help="default: 64")
+    add("--context", type=integer(1), metavar="T", help="tokens before the first decode step: a longer prompt")
+    add("--new-tokens", type=integer(6), default=64, metavar="T", help="at least 6; default: 64")
+    add("--rounds", type=integer(1), default=3, metavar="N", help="default: 3")
+    _arm_arguments(parser, default_model)
+
+
+def _prefill_arguments(parser: argparse.ArgumentParser, default_model: str) -> None:
+    parser.add_argument("--tokens", type=integers(1), default=(64, 512, 2048), metavar="64,512", help="prompt lengths")
+    parser.add_argument("--rounds", type=integer(1), default=5, metavar="N", help="default: 5")
+    _arm_arguments(parser, default_model)
+
+
+def _arm_arguments(parser: argparse.ArgumentParser, default_model: str) -> None:
+    add = parser.add_argument
+    add("--model", default=default_model, help=f"default: {default_model}")
+    add("--engine", type=_engines, default=("fast",), metavar="fast,reference", help="arms; default: fast")
+    add("--threads", type=integers(1), metavar="1,2", help="arms; default: physical cores")
+    add("--half-kv", action="store_true", help="K/V in half precision")
+    add("--no-kernels", action="store_true", help="plain torch operators")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _engines(text: str) -> tuple[str, ...]:
+    names = _words(text)
+    for name in names:
+        if name not in ENGINES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(ENGINES)}")
+    return names
 
 
 def _rates(text: str) -> tuple[float, ...]:

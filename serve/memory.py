@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-STATUS = Path("/proc/self/status")
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 KEPT_BYTES = 32 << 20
 
@@ -44,6 +44,15 @@ def peak_rss_bytes() -> int | None:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak() -> bool:
+    """Count the peak anew from what is resident now; False where the system cannot (it can on Linux)."""
+    try:
+        CLEAR_REFS.write_text("5", "ascii")
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from gates.core import at_level
 from reference.config import ModelConfig
 from reference.request import Request, SamplingParams
 from reference.weights import ModelWeights
-from tests.bench.machine import machine
+from serve.machine import machine
 from tests.harness import TINY, tiny_weights
 
 # model: (rows, answer lengths dealt round robin, pool blocks, most tokens, width multiple)

@@ -13,7 +13,7 @@ import pytest
 
 from fast.coverage import coverage
 from gates.core import at_level
-from tests.bench.machine import machine
+from serve.machine import machine
 
 ARMS = {
     "free": {"compact_rows": False},

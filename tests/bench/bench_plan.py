@@ -14,7 +14,7 @@ import pytest
 
 from fast.engine import Engine
 from gates.core import at_level
-from tests.bench.machine import machine
+from serve.machine import machine
 from tests.hostwork import decoding, fixed_sampler, work_of
 
 ROUNDS, COUNTED = 40, 17
