@@ -188,7 +188,7 @@ class Api:
         with self._loop.reserve(check_num_answers(body, self._limits)):
             job = await asyncio.to_thread(plan_chat, body, self._tokenizer, self._guides, id=id, limits=self._limits)
         logprobs = job.params.logprobs is not None
-        reply = ChatReply(id, int(time.time()), self._model_name, self._tokenizer, logprobs)
+        reply = ChatReply(id, int(time.time()), self._model_name, self._tokenizer, logprobs, job.tools)
         return await self._answer(request, body, job, reply)
 
     async def _tokenize(self, request: Request) -> Response:

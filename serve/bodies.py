@@ -1,7 +1,7 @@
 """From the bytes of a request to a checked body: within a size, within a time, JSON in UTF-8, field by field.
 
 A client that sends a byte a second holds its own connection and nothing else; one that sends too much is told before
-the rest has come. It knows the bodies of `serve.protocol` by their base class alone.
+the rest has come. It knows the bodies by their base class alone.
 
 Proof: tests/test_http_cases.py. Story: limits.
 """
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from serve.errors import ApiError, bad_request, from_validation_error, shown
-from serve.protocol import Body
+from serve.messages import Body
 from serve.stream import ClientGone
 
 B = TypeVar("B", bound=Body)

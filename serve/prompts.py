@@ -11,7 +11,7 @@ Proof: tests/test_http_cases.py. Story: app.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,9 @@ from reference.token_bytes import byte_alphabet
 from reference.tokenizer import ChatTemplateError, Tokenizer
 from serve.errors import bad_request, from_value_error
 from serve.guide import Guides
+from serve.messages import Message, Tool
 from serve.protocol import ChatBody, CompletionBody, SamplingBody
+from serve.tools import Form, ToolUse, call_form, call_guide
 
 NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 NFC_SHRINKS = 4  # a character's canonical equivalents have at most 3.5 times its UTF-8 bytes
@@ -47,6 +49,7 @@ class Job:
     num_prompt_tokens: int  # each prompt once, however many answers it gets
     names: Mapping[str, str]  # engine field to the client's field
     echoes: tuple[str, ...] = ()  # with `echo`: the text that each answer begins with
+    tools: ToolUse | None = None  # how to read calls out of the answers
 
 
 def limits_of(tokenizer: Tokenizer, *, max_model_len: int, max_answers: int) -> Limits:
@@ -138,10 +141,8 @@ def plan_chat(body: ChatBody, tokenizer: Tokenizer, guides: Guides, *, id: str, 
     Raises:
         ApiError: 400 naming the field, or carrying the template's own reason.
     """
-    try:
-        text = tokenizer.render_chat([message.for_template() for message in body.messages])
-    except ChatTemplateError as error:
-        raise bad_request(str(error), param="messages", code="chat_template_error") from None
+    form = _call_form(body, tokenizer)
+    text = render(tokenizer, body.messages, tools=body.tools if body.may_call else None)
     check_size(text, limits, field="messages")
     ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
@@ -149,10 +150,33 @@ def plan_chat(body: ChatBody, tokenizer: Tokenizer, guides: Guides, *, id: str, 
     _room(len(ids), limits.max_model_len, field="messages")
     try:
         params = body.sampling()
-        requests = _expanded(ids, params, id, _guide(body, guides))
+        guide, tools = _guide(body, guides), None
+        if form is not None:
+            guide, tools = _calls(body, guides, form)
+        requests = _expanded(ids, params, id, guide)
     except ValueError as error:
         raise from_value_error(error, names=body.engine_names) from None
-    return Job(tuple(requests), params, len(ids), body.engine_names)
+    return Job(tuple(requests), params, len(ids), body.engine_names, tools=tools)
+
+
+def render(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Tool] | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The prompt text of a conversation, as the model's template writes it.
+
+    Raises:
+        ApiError: 400 with the template's own reason.
+    """
+    turns = [message.for_template() for message in messages]
+    given = None if tools is None else [tool.for_template() for tool in tools]
+    try:
+        return tokenizer.render_chat(turns, tools=given, add_generation_prompt=add_generation_prompt)
+    except ChatTemplateError as error:
+        raise bad_request(str(error), param="messages", code="chat_template_error") from None
 
 
 def check_size(text: str, limits: Limits, *, field: str) -> None:
@@ -224,6 +248,33 @@ def _guide(body: SamplingBody, guides: Guides) -> Guide | None:
         return guides.compile(body.guide_spec)
     except ValueError as error:
         raise bad_request(str(error), param=body.guide_spec.field) from None
+
+
+def _call_form(body: ChatBody, tokenizer: Tokenizer) -> Form | None:
+    """The form of this model's calls, when the conversation has any to do with calls."""
+    knows = any("tool_calls" in template for template in tokenizer.chat_templates.values())
+    if any(message.tool_calls for message in body.messages) and not knows:
+        raise bad_request("messages: tool_calls are not supported by this model's chat template", param="messages")
+    if not body.may_call:
+        return None
+    special = [tokenizer.backend.id_to_token(index) or "" for index in tokenizer.special_ids]
+    form = call_form(tokenizer.chat_templates, special)
+    if form is None:
+        raise bad_request(
+            "tools: not supported by this model's chat template, or its calls have a form that is not known here",
+            param="tools",
+        )
+    return form
+
+
+def _calls(body: ChatBody, guides: Guides, form: Form) -> tuple[Guide | None, ToolUse]:
+    """What holds the answers to calls, and how to read them."""
+    tools, called = body.tools or [], body.called
+    parallel = body.parallel_tool_calls is not False
+    spec = call_guide(tools, form, choice=called, parallel=parallel)
+    names = frozenset(tool.function.name for tool in tools)
+    guide = None if spec is None else guides.compile(spec)
+    return guide, ToolUse(form, names, named=called not in ("auto", "required"))
 
 
 def _expanded(ids: list[int], params: SamplingParams, id: str, guide: Guide | None) -> list[Request]:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
 from reference.request import MAX_LOGPROBS, SamplingParams
 from serve.formats import Format, Structure
 from serve.guide import GuideSpec
+from serve.messages import Body, Message, NamedTool, Tool
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_STOPS = 4
@@ -59,45 +60,10 @@ def checked_bias(value: Any) -> dict[int, float]:
     return {int(key): number for key, number in value.items()}
 
 
-def checked_content(value: Any) -> str:
-    """A message's text. Text parts are joined with a newline, as vLLM and llama.cpp do for templates that take text."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise ValueError("not a string or a non-empty list of text parts")
-    texts = []
-    for index, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str) or set(part) != {"type", "text"}:
-            what = f"part {index} of type {str(kind)[:40]!r}" if kind != "text" else f"part {index}"
-            raise ValueError(f'{what} is not {{"type": "text", "text": "..."}}, the only kind of part supported')
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-class Body(BaseModel):
-    """What all bodies share: JSON types as they are, no unknown field, and the table of known fields not honoured."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-    # Field to the values that change nothing, so that a client may spell out a default.
-    not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_what_is_not_supported(cls, data: Any) -> Any:
-        """Take harmless values out and refuse the others by name."""
-        if not isinstance(data, dict):
-            return data
-        for name, harmless in cls.not_supported.items():
-            if name in data and data[name] not in harmless:
-                raise ValueError(f"{name}: not supported by this server; leave it out")
-        return {name: value for name, value in data.items() if name not in cls.not_supported}
-
-
 class StreamOptions(Body):
     """`include_usage` asks for one last chunk with the counts."""
 
-    not_supported = {"include_obfuscation": (None, False)}
+    not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {"include_obfuscation": (None, False)}
     include_usage: bool | None = None
 
 
@@ -117,7 +83,7 @@ class SamplingBody(Body):
     frequency_penalty: float | None = None
     logit_bias: Annotated[
         dict[int, float], PlainValidator(checked_bias, json_schema_input_type=dict[str, float] | None)
-    ] = {}
+    ] = Field(default_factory=dict)
     # Labels for the operator's log; they change no answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -186,7 +152,7 @@ class SamplingBody(Body):
 class CompletionBody(SamplingBody):
     """`POST /v1/completions`."""
 
-    not_supported = {"suffix": (None, "")}
+    not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": (None, "")}
     prompt: Annotated[Prompt, PlainValidator(checked_prompt, json_schema_input_type=Prompt)]
     logprobs: int | None = None
     best_of: int | None = None
@@ -219,33 +185,10 @@ class CompletionBody(SamplingBody):
         return self.params(max_tokens=max_tokens, logprobs=self.logprobs)
 
 
-class Message(Body):
-    """One turn of a conversation."""
-
-    not_supported = {
-        "tool_calls": (None, []),
-        "function_call": (None,),
-        "audio": (None,),
-        "refusal": (None,),
-        "annotations": (None, []),
-    }
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, PlainValidator(checked_content, json_schema_input_type=str | list[dict[str, str]])]
-    name: str | None = None
-    tool_call_id: str | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """The turn as a chat template reads it: fields not given are not there."""
-        return self.model_dump(exclude_none=True)
-
-
 class ChatBody(SamplingBody):
     """`POST /v1/chat/completions`."""
 
-    not_supported = {
-        "tools": (None, []),
-        "tool_choice": (None, "none"),
-        "parallel_tool_calls": (None,),
+    not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "functions": (None, []),
         "function_call": (None, "none"),
         "audio": (None,),
@@ -263,6 +206,9 @@ class ChatBody(SamplingBody):
         "safety_identifier": (None,),
     }
     messages: list[Message]
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -284,6 +230,35 @@ class ChatBody(SamplingBody):
         if not self.messages:
             raise ValueError("messages: an empty list; at least one message is needed")
         return self
+
+    @model_validator(mode="after")
+    def check_tools(self) -> ChatBody:
+        """A choice among tools needs tools, with different names; an answer that may be a call has no other shape."""
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two functions have one name")
+        if self.tool_choice not in (None, "none") and not names:
+            raise ValueError("tool_choice: only allowed with tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(
+                f"tool_choice: {self.tool_choice.function.name[:64]!r} is not the name of one of the tools"
+            )
+        if self.parallel_tool_calls is not None and not names:
+            raise ValueError("parallel_tool_calls: only allowed with tools")
+        if self.may_call and self.guide_spec is not None:
+            raise ValueError("response_format: not supported with tools; set tool_choice to none, or leave tools out")
+        return self
+
+    @property
+    def may_call(self) -> bool:
+        """True when the answer may be a call: there are tools, and the choice is not `none`."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def called(self) -> str:
+        """`auto`, `required`, or the name of the function to call."""
+        choice = self.tool_choice
+        return choice.function.name if isinstance(choice, NamedTool) else choice or "auto"
 
     @property
     def engine_names(self) -> dict[str, str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from reference.tokenizer import Tokenizer
 from serve.stream import Answer, Piece, Position
+from serve.tools import CallParser, ToolCall, ToolUse
 
 NO_LOGPROB = -9999.0
 
@@ -104,19 +105,26 @@ class ChatReply:
     model: str
     tokenizer: Tokenizer
     logprobs: bool
+    tools: ToolUse | None = None
     _begun: set[int] = field(default_factory=set)
+    _parsers: dict[int, CallParser] = field(default_factory=dict)
 
     def whole(self, answers: Sequence[Answer], counts: dict[str, int]) -> dict[str, Any]:
         """The reply that is not streamed."""
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None},
-                "logprobs": self._logprobs(answer.positions),
-                "finish_reason": answer.finish_reason,
-            }
-            for index, answer in enumerate(answers)
-        ]
+        choices = []
+        for index, answer in enumerate(answers):
+            text, calls = self._parsed(index, answer.text, ended=True)
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if calls:
+                message |= {"content": text or None, "tool_calls": [call.as_dict() for call in calls]}
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "logprobs": self._logprobs(answer.positions),
+                    "finish_reason": self._reason(index, answer.finish_reason),
+                }
+            )
         return {**self._envelope("chat.completion"), "choices": choices, "usage": counts}
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
@@ -125,18 +133,41 @@ class ChatReply:
         if index not in self._begun:
             self._begun.add(index)
             made.append(self._chunk(index, {"role": "assistant", "content": ""}, None, None))
-        delta = {"content": piece.text} if piece.text else {}
-        made.append(self._chunk(index, delta, self._logprobs(piece.positions), piece.finish_reason))
+        text, calls = self._parsed(index, piece.text, ended=piece.finish_reason is not None)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            first = len(self._parsers[index].calls) - len(calls)
+            delta["tool_calls"] = [{"index": first + n, **call.as_dict()} for n, call in enumerate(calls)]
+        if delta or piece.positions or piece.finish_reason is not None:
+            reason = self._reason(index, piece.finish_reason)
+            made.append(self._chunk(index, delta, self._logprobs(piece.positions), reason))
         return made
 
     def last(self, counts: dict[str, int]) -> dict[str, Any]:
         """The chunk with the counts."""
         return {**self._envelope("chat.completion.chunk"), "choices": [], "usage": counts}
 
+    def _parsed(self, index: int, text: str, *, ended: bool) -> tuple[str, list[ToolCall]]:
+        """The text of a piece that belongs to no call, and the calls that it completed."""
+        if self.tools is None:
+            return text, []
+        parser = self._parsers.setdefault(index, CallParser(self.tools))
+        before = len(parser.calls)
+        said = parser.push(text)
+        if ended:
+            said += parser.finish()
+        return said, parser.calls[before:]
+
+    def _reason(self, index: int, reason: str | None) -> str | None:
+        """`tool_calls` where the model chose to call; a call that the client named is a `stop` like any other."""
+        parser = self._parsers.get(index)
+        chose = parser is not None and bool(parser.calls) and self.tools is not None and not self.tools.named
+        return "tool_calls" if reason == "stop" and chose else reason
+
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _chunk(self, index: int, delta: dict[str, str], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return {**self._envelope("chat.completion.chunk"), "choices": [choice]}
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import model_validator
 
-from reference.tokenizer import ChatTemplateError, Tokenizer
+from reference.tokenizer import Tokenizer
 from serve.errors import bad_request
-from serve.prompts import Limits, check_size
-from serve.protocol import Body, Message
+from serve.messages import Body, Message, Tool
+from serve.prompts import Limits, check_size, render
 from serve.replies import token_text
 
 
@@ -25,6 +25,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[Tool] | None = None
     add_special_tokens: bool | None = None  # default: true for a prompt, false for a conversation, as when they run
     add_generation_prompt: bool | None = None  # default: true; of a conversation
     return_token_strs: bool | None = None
@@ -34,8 +35,9 @@ class TokenizeBody(Body):
         """Exactly one of `prompt` and `messages`."""
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: exactly one of prompt and messages is needed")
-        if self.messages is None and self.add_generation_prompt is not None:
-            raise ValueError("add_generation_prompt: only allowed with messages")
+        for name in ("add_generation_prompt", "tools"):
+            if self.messages is None and getattr(self, name) is not None:
+                raise ValueError(f"{name}: only allowed with messages")
         return self
 
 
@@ -55,7 +57,9 @@ def tokenize(body: TokenizeBody, tokenizer: Tokenizer, *, limits: Limits) -> dic
     if body.prompt is not None:
         text, field, add_special = body.prompt, "prompt", body.add_special_tokens is not False
     else:
-        text, field, add_special = _rendered(body, tokenizer), "messages", bool(body.add_special_tokens)
+        opened = body.add_generation_prompt is not False
+        text = render(tokenizer, body.messages or (), tools=body.tools, add_generation_prompt=opened)
+        field, add_special = "messages", bool(body.add_special_tokens)
     check_size(text, limits, field=field)
     ids = tokenizer.encode(text, add_special_tokens=add_special)
     reply: dict[str, Any] = {"count": len(ids), "max_model_len": limits.max_model_len, "tokens": ids}
@@ -76,11 +80,3 @@ def detokenize(body: DetokenizeBody, tokenizer: Tokenizer) -> dict[str, str]:
                 f"tokens: {token} at index {index} is not a token id in 0..{tokenizer.vocab_size - 1}", param="tokens"
             )
     return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
-
-
-def _rendered(body: TokenizeBody, tokenizer: Tokenizer) -> str:
-    messages = [message.for_template() for message in body.messages or ()]
-    try:
-        return tokenizer.render_chat(messages, add_generation_prompt=body.add_generation_prompt is not False)
-    except ChatTemplateError as error:
-        raise bad_request(str(error), param="messages", code="chat_template_error") from None

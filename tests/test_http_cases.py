@@ -620,7 +620,6 @@ def test_a_wrong_value_is_refused_by_name_and_range(served: Served, field: str, 
 
 
 WRONG_CHAT: list[tuple[str, Any]] = [
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("tool_choice", "auto"),
     ("parallel_tool_calls", True),
     ("functions", [{"name": "f"}]),
@@ -644,7 +643,6 @@ WRONG_CHAT: list[tuple[str, Any]] = [
     ("messages", [{"role": "king", "content": "x"}]),
     ("messages", [{"content": "x"}]),
     ("messages", [{"role": "user", "content": "x", "weight": 1}]),
-    ("messages", [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]),
 ]
 
 

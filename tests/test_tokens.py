@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reference.tokenizer import ByteTokenizer
-from serve.protocol import Message
+from serve.messages import Message
 from serve.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from tests.server import BOS, MODEL, VOCAB, ScriptedEngine, Served, serving
 

@@ -1,0 +1,195 @@
+"""Tool calls: which form a model's template teaches, a guide that holds an answer to it, and the parser of an answer.
+
+Two forms are read: Hermes and Qwen (`<tool_call>` around a JSON object with `name` and `arguments`) and Llama 3 (the
+whole answer is JSON with `name` and `parameters`). A template that knows neither takes no tools, and the request is
+refused. An answer is parsed as it grows, and the whole one by the same parser, so both hold the same calls. What is
+not a well-formed call of a tool that was given stays text. It knows templates by their text and no engine.
+
+Proof: tests/test_tools.py. Story: tools.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from serve.guide import JSON_STYLE, GuideSpec
+from serve.messages import Tool
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+Form = Literal["hermes", "llama"]
+ARGUMENTS: Mapping[Form, str] = {"hermes": "arguments", "llama": "parameters"}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call that an answer makes; `arguments` is JSON as OpenAI spells it, a string."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The call in a reply."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """How one request uses its tools: the form of a call, the names there are, and what the answer must do."""
+
+    form: Form
+    names: frozenset[str]
+    named: bool = False  # the client named the function, so that calling it is no decision (`stop`, says OpenAI)
+
+
+def call_form(chat_templates: Mapping[str, str], special: Sequence[str]) -> Form | None:
+    """The form that the template for tools teaches, None when it takes none or another one.
+
+    `special` are tokens that answers never show, so a form that needs one of them cannot be read.
+    """
+    template = chat_templates.get("tool_use") or chat_templates.get("default") or ""
+    if "tools" not in template:
+        return None
+    if OPEN in template:
+        return None if OPEN in special or CLOSE in special else "hermes"
+    return "llama" if '"parameters": ' in template and "ipython" in template else None
+
+
+def call_guide(tools: Sequence[Tool], form: Form, *, choice: Any, parallel: bool) -> GuideSpec | None:
+    """What holds the answer to its calls; None where the model decides and nothing was promised.
+
+    `choice` is `auto`, `required` or a function's name. `strict` promises the schema, and so does having to call.
+    """
+    if choice == "auto" and parallel and not any(tool.function.strict for tool in tools):
+        return None
+    functions = [tool.function for tool in tools if choice in ("auto", "required", tool.function.name)]
+    bodies, rules = [], []
+    for index, function in enumerate(functions):
+        name = json.dumps(json.dumps(function.name))
+        schema = NO_PARAMETERS if function.parameters is None else function.parameters
+        free = choice == "auto" and not function.strict
+        style = {"x-guidance": JSON_STYLE}
+        arguments = json.dumps(({"type": "object"} if free else schema) | style)
+        bodies.append(f"body{index}")
+        key = json.dumps(f', "{ARGUMENTS[form]}": ')
+        rules += [f'body{index}: "{{\\"name\\": " {name} {key} args{index} "}}"', f"args{index}: %json {arguments}"]
+    body = "(" + " | ".join(bodies) + ")"
+    start = _hermes(body, choice, parallel) if form == "hermes" else _llama(body, choice)
+    return GuideSpec("lark", "\n".join([*start, *rules]), "tools")
+
+
+class CallParser:
+    """One per answer: text in, in pieces or at once; text without calls out, and the calls."""
+
+    def __init__(self, use: ToolUse) -> None:
+        self._use = use
+        self._text = ""  # not decided yet
+        self._inside = False
+        self._only_text = False  # a Llama answer that did not begin as a call
+        self.calls: list[ToolCall] = []
+
+    def push(self, text: str) -> str:
+        """Take text; return what is certainly none of a call. New calls are appended to `calls`."""
+        self._text += text
+        return self._hermes() if self._use.form == "hermes" else self._llama()
+
+    def finish(self) -> str:
+        """The answer has ended: what is left is a call that lacks its end, or text."""
+        left, self._text = self._text, ""
+        if self._use.form == "llama":
+            calls = _llama_calls(left, self._use)
+            self.calls += calls or []
+            return "" if calls else left
+        if not self._inside:
+            return "" if self.calls and not left.strip() else left
+        call = _call_of(left.strip(), self._use)
+        self.calls += [call] if call else []
+        return "" if call else OPEN + left
+
+    def _hermes(self) -> str:
+        said = ""
+        while True:
+            if self._inside:
+                before, close, after = self._text.partition(CLOSE)
+                if not close:
+                    return said
+                call = _call_of(before.strip(), self._use)
+                self.calls += [call] if call else []
+                said += "" if call else OPEN + before + CLOSE
+                self._text, self._inside = after, False
+            else:
+                before, mark, after = self._text.partition(OPEN)
+                if not mark:
+                    cut = len(self._text) - _withheld(self._text)
+                    said, self._text = said + self._text[:cut], self._text[cut:]
+                    return said
+                said += before.rstrip()  # white space around a call belongs to it
+                self._text, self._inside = after, True
+
+    def _llama(self) -> str:
+        head = self._text.lstrip()
+        if not self._only_text and (head.startswith("{") or not head):
+            return ""  # all of it may be a call, which only the end tells
+        self._only_text = True
+        said, self._text = self._text, ""
+        return said
+
+
+def _hermes(body: str, choice: Any, parallel: bool) -> list[str]:
+    more = f' ("\\n{OPEN}\\n" {body} "\\n{CLOSE}")*' if parallel and choice in ("auto", "required") else ""
+    first = f'"\\n" {body} "\\n{CLOSE}"{more}'
+    if choice != "auto":
+        return [f'start: "{OPEN}" {first}']
+    return [f"start: FREE | before {first}", f'before[suffix="{OPEN}"]: /(?s:.*)/', "FREE: /(?s:.*)/"]
+
+
+def _llama(body: str, choice: Any) -> list[str]:
+    return [f"start: {body}"] if choice != "auto" else [f"start: FREE | {body}", r"FREE: /[^{\s](?s:.*)/"]
+
+
+def _withheld(text: str) -> int:
+    """How many characters at the end may belong to a call that has not begun: white space, and a part of the mark."""
+    mark = next((n for n in range(min(len(OPEN) - 1, len(text)), 0, -1) if text.endswith(OPEN[:n])), 0)
+    rest = text[: len(text) - mark]
+    return len(text) - len(rest.rstrip())
+
+
+def _call_of(text: str, use: ToolUse) -> ToolCall | None:
+    try:
+        return _call(json.loads(text), use)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _call(value: Any, use: ToolUse) -> ToolCall | None:
+    """A call of one of the tools, or None."""
+    if not isinstance(value, dict) or value.get("name") not in use.names:
+        return None
+    arguments = value.get(ARGUMENTS[use.form], value.get("arguments", {}))
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _llama_calls(text: str, use: ToolUse) -> list[ToolCall] | None:
+    """All of a text as calls, one after the other or separated by `;`; None when any part is something else."""
+    calls: list[ToolCall] = []
+    decoder, left = json.JSONDecoder(), text.strip()
+    while left:
+        try:
+            value, end = decoder.raw_decode(left)
+        except (ValueError, RecursionError):
+            return None
+        call = _call(value, use)
+        if call is None:
+            return None
+        calls.append(call)
+        left = left[end:].strip().removeprefix(";").strip()
+    return calls or None

@@ -1,0 +1,263 @@
+"""Tool calls: asked for through the template, read out of the answer, whole and streamed alike, or refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reference.tokenizer import Tokenizer
+from serve.tools import CallParser, ToolUse, call_form
+from tests.server import MODEL, ScriptedEngine, Served, make_engine, piece_tokenizer, says, serving
+
+CHAT = "/v1/chat/completions"
+TURNS = "{% for m in messages %}<turn>{{ m.role }}:{{ m.content }}{% for c in m.tool_calls %}"
+HERMES = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}" + TURNS
+    + "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endfor %}<turn>assistant:"
+)  # fmt: skip
+LLAMA = HERMES.replace("<tool_call>", '{"name": "", "parameters": ').replace("</tool_call>", "ipython")
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Brno", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": PARAMETERS}}
+CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
+STRICT: Any = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+NO_SCHEMA: Any = {"name": "f", "parameters": {"type": "no"}, "strict": True}
+ASK: Any = [{"role": "user", "content": "Will it rain?"}]
+CALL = '{"name": "weather", "arguments": {"city": "Brno", "days": 2}}'
+TIME = '{"name": "clock", "arguments": {}}'
+CALLED = ("weather", {"city": "Brno", "days": 2})
+
+
+def tokenizer_of(template: str | None) -> Tokenizer:
+    return piece_tokenizer([b"<tool_call>", b"</tool_call>"], template=template)
+
+
+def speaking(text: str, template: str = HERMES) -> tuple[ScriptedEngine, Tokenizer]:
+    """An engine whose answer is this text, over the vocabulary of a model with that template."""
+    tokenizer = tokenizer_of(template)
+    assert tokenizer.eos_token_id is not None
+    engine = ScriptedEngine(says(text, then=[tokenizer.eos_token_id]), vocab_size=tokenizer.vocab_size)
+    engine.eos, engine.max_model_len = tokenizer.eos_token_id, 2000
+    return engine, tokenizer
+
+
+Answer = tuple[str, list[tuple[str, Any]], str]
+
+
+def whole(running: Served, **body: Any) -> Answer:
+    """Text, calls and finish reason of an answer that is not streamed."""
+    [choice] = running.openai.chat.completions.create(model=MODEL, messages=ASK, **body).choices
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or ()]
+    assert len({call.id for call in choice.message.tool_calls or ()}) == len(calls)
+    return choice.message.content or "", calls, choice.finish_reason
+
+
+def streamed(running: Served, **body: Any) -> Answer:
+    """The same of its stream, put together as a client does."""
+    text, calls, reason = "", {}, ""
+    for chunk in running.openai.chat.completions.create(model=MODEL, messages=ASK, stream=True, **body):
+        [choice] = chunk.choices
+        text += choice.delta.content or ""
+        reason = choice.finish_reason or reason
+        for call in choice.delta.tool_calls or ():
+            name, arguments = calls.get(call.index, ("", ""))
+            calls[call.index] = (name + (call.function.name or ""), arguments + (call.function.arguments or ""))
+    assert list(calls) == list(range(len(calls)))
+    return text, [(name, json.loads(arguments)) for name, arguments in calls.values()], reason
+
+
+# ---- holds ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "template", "expected"),
+    [
+        (f"<tool_call>\n{CALL}\n</tool_call>", HERMES, ("", [CALLED], "tool_calls")),
+        (
+            f"Let me see.\n\n<tool_call>{CALL}</tool_call>\n<tool_call>\n{TIME}\n</tool_call>\n",
+            HERMES,
+            ("Let me see.", [CALLED, ("clock", {})], "tool_calls"),
+        ),
+        (f"<tool_call>{CALL}", HERMES, ("", [CALLED], "tool_calls")),
+        ("It is <tool or not>\n", HERMES, ("It is <tool or not>\n", [], "stop")),
+        ("<tool_call>{oops}</tool_call>", HERMES, ("<tool_call>{oops}</tool_call>", [], "stop")),
+        ('<tool_call>{"name": "rm"}</tool_call>', HERMES, ('<tool_call>{"name": "rm"}</tool_call>', [], "stop")),
+        (CALL.replace("arguments", "parameters"), LLAMA, ("", [CALLED], "tool_calls")),
+        (f" {CALL}; {TIME}\n", LLAMA, ("", [CALLED, ("clock", {})], "tool_calls")),
+        ("No {braces} here", LLAMA, ("No {braces} here", [], "stop")),
+        ('{"name": "rm"}', LLAMA, ('{"name": "rm"}', [], "stop")),
+    ],
+)
+def test_calls_are_read_out_of_the_answer(said: str, template: str, expected: Answer):
+    with serving(*speaking(said, template)) as running:
+        for body in ({"tools": [WEATHER, CLOCK]}, {"tools": [WEATHER, CLOCK], "tool_choice": "auto", "logprobs": True}):
+            assert whole(running, **body) == streamed(running, **body) == expected
+
+
+def test_a_cut_call_is_no_call_and_its_length_is_told():
+    with serving(*speaking(f"<tool_call>{CALL}</tool_call>")) as running:
+        for answer in (whole, streamed):
+            assert answer(running, tools=[WEATHER], max_tokens=20) == (f"<tool_call>{CALL}"[:20], [], "length")
+
+
+def test_without_a_choice_to_call_the_answer_is_text():
+    engine, tokenizer = speaking(f"<tool_call>{CALL}</tool_call>")
+    with serving(engine, tokenizer) as running:
+        expected = (f"<tool_call>{CALL}</tool_call>", [], "stop")
+        assert whole(running) == whole(running, tools=[WEATHER], tool_choice="none") == expected
+    # Tools that may not be called are not in the prompt either.
+    assert engine.seen[0].prompt_ids == engine.seen[1].prompt_ids
+
+
+def test_tools_and_earlier_calls_reach_the_template_as_objects():
+    engine, tokenizer = speaking("ok")
+    turns = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Brno"}'}}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    ]  # fmt: skip
+    with serving(engine, tokenizer) as running:
+        assert running.post(CHAT, messages=turns, tools=[STRICT]).status_code == 200
+        shown = running.http.post("/tokenize", json={"messages": turns, "tools": [STRICT]}).json()["tokens"]
+    prompt = tokenizer.decode(engine.seen[0].prompt_ids, skip_special_tokens=False)
+    assert prompt == (
+        '{"type": "function", "function": {"name": "weather", "description": "d", "parameters": '
+        + json.dumps(PARAMETERS) + "}}<turn>user:Will it rain?<turn>assistant:"
+        '<tool_call>{"name": "weather", "arguments": {"city": "Brno"}}</tool_call><turn>tool:rain<turn>assistant:'
+    )  # fmt: skip
+    assert tuple(shown) == engine.seen[0].prompt_ids
+
+
+def tiny(kind: str) -> Any:
+    """A real engine over bytes and two more tokens, none of which its random weights understand."""
+    from dataclasses import replace
+
+    from fast.engine import Engine as FastEngine
+    from reference.engine import Engine
+    from reference.weights import random_weights
+
+    made = make_engine("reference")
+    tokenizer = tokenizer_of(HERMES)
+    config = replace(made.config, vocab_size=tokenizer.vocab_size, eos_token_ids=(tokenizer.eos_token_id,))
+    config = replace(config, max_positions=1024)
+    weights = random_weights(config, seed=4)
+    return Engine(config, weights) if kind == "reference" else FastEngine.build(config, weights, max_batch_size=4)
+
+
+CHOICES: list[dict[str, Any]] = [
+    {"tools": [WEATHER, CLOCK], "tool_choice": "required"},
+    {"tools": [WEATHER, CLOCK], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    {"tools": [WEATHER, CLOCK], "tool_choice": "required", "parallel_tool_calls": False},
+    {"tools": [STRICT], "logit_bias": {"256": 100}, "parallel_tool_calls": False},
+]
+
+
+def test_an_answer_that_must_call_does_and_both_engines_make_the_same_calls():
+    def answers(kind: str, template: str) -> list[Answer]:
+        with serving(tiny(kind), tokenizer_of(template)) as running:
+            return [whole(running, **choice, seed=n, max_tokens=400) for n, choice in enumerate(CHOICES)]
+
+    fast = answers("fast", HERMES)
+    assert fast == answers("reference", HERMES)
+    for (text, calls, reason), choice in zip(fast, CHOICES, strict=True):
+        assert text == ""
+        assert calls
+        assert len(calls) == 1 or choice.get("parallel_tool_calls") is None
+        for name, arguments in calls:
+            if name == "weather":
+                assert arguments["city"] in ("Brno", "Oslo")
+                assert 1 <= arguments["days"] <= 9
+            else:
+                assert (name, arguments) == ("clock", {})
+        assert reason == ("stop" if isinstance(choice.get("tool_choice"), dict) else "tool_calls")
+    text, calls, _ = answers("fast", LLAMA)[1]
+    assert (text, [name for name, _ in calls]) == ("", ["weather"])
+
+
+# ---- rejects ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("tool_choice", {"tool_choice": "auto"}),
+        ("tool_choice", {"tools": [], "tool_choice": "required"}),
+        ("tool_choice", {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "no"}}}),
+        ("tool_choice", {"tools": [WEATHER], "tool_choice": "weather"}),
+        ("parallel_tool_calls", {"parallel_tool_calls": True}),
+        ("tools", {"tools": [WEATHER, WEATHER]}),
+        ("tools", {"tools": [{"type": "web_search"}]}),
+        ("tools", {"tools": [{"type": "function", "function": {"name": "two words"}}]}),
+        ("tools", {"tools": [{"type": "function", "function": NO_SCHEMA}]}),
+        ("response_format", {"tools": [WEATHER], "response_format": {"type": "json_object"}}),
+        ("messages", {"messages": [{"role": "assistant"}]}),
+        ("messages", {"messages": [{"role": "user", "content": None}]}),
+        ("messages", {"messages": [{"role": "user", "content": "x", "tool_calls": [
+            {"id": "1", "function": {"name": "f", "arguments": "{}"}}]}]}),
+        ("messages", {"messages": [{"role": "assistant", "tool_calls": [
+            {"id": "1", "function": {"name": "f", "arguments": "[]"}}]}]}),
+    ],
+)  # fmt: skip
+def test_tools_that_make_no_sense_are_refused_by_name(field: str, body: dict[str, Any]):
+    with serving(*speaking("x")) as running:
+        reply = running.post(CHAT, **({"messages": ASK} | body))
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field), reply.text
+    assert reply.json()["error"]["message"].startswith(field)
+
+
+def test_a_template_without_tools_refuses_them():
+    called = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}
+    with serving(ScriptedEngine()) as running:
+        for field, body in (("tools", {"tools": [WEATHER]}), ("messages", {"messages": [called]})):
+            reply = running.post(CHAT, **({"messages": ASK} | body))
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+            assert "chat template" in reply.json()["error"]["message"]
+        assert running.post(CHAT, messages=ASK, tools=[WEATHER], tool_choice="none", max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "form"),
+    [
+        (HERMES, (), "hermes"),
+        (LLAMA, (), "llama"),
+        (HERMES, ("<tool_call>",), None),
+        (HERMES.replace("tool_call>", "function>"), (), None),
+        ("{{ messages }}", (), None),
+    ],
+)
+def test_the_form_of_a_call_is_told_by_the_template(template: str, special: tuple[str, ...], form: str | None):
+    assert call_form({"default": template}, special) == form
+    assert call_form({"default": "x", "tool_use": template}, special) == form
+
+
+# ---- any order --------------------------------------------------------------------------------------------------
+
+PARTS = ["<tool_call>", "</tool_call>", CALL, TIME, "<tool", "call>", " ", "\n", "text", "{", "}", ";", '{"name": 1}']
+
+
+@given(parts=st.lists(st.sampled_from(PARTS), max_size=9), cuts=st.lists(st.integers(1, 9)), llama=st.booleans())
+def test_how_an_answer_is_cut_changes_nothing(parts: list[str], cuts: list[int], llama: bool):
+    use = ToolUse("llama" if llama else "hermes", frozenset(["weather", "clock"]))
+    text = "".join(parts)
+    once, pieces = CallParser(use), CallParser(use)
+    expected = once.push(text) + once.finish()
+    got, left = "", text
+    for size in (cuts or [1]) * (len(text) + 1):
+        got += pieces.push(left[:size])
+        left = left[size:]
+    got += pieces.finish()
+    assert (got, [(c.name, c.arguments) for c in pieces.calls]) == (
+        expected,
+        [(c.name, c.arguments) for c in once.calls],
+    )
+    if not once.calls:
+        assert "".join(got.split()) == "".join(text.split())
