@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fast.cache import BatchedPagedKVCache
@@ -78,7 +79,7 @@ class KernelBackend:
         self._ready = False
         self.half_kv = cache.kernel_pool is not None and cache.kernel_pool.half
         inputs = DecodeInputs(max_batch_size=1, sink_slot=cache.sink_slot)
-        self.decode(warmup_plan((1, 1), slot_table=cache.slot_table, inputs=inputs), cache)
+        self.highest(self.decode(warmup_plan((1, 1), slot_table=cache.slot_table, inputs=inputs), cache))
         self._ready = True
 
     def prefill(self, chunks: Sequence[Chunk], cache: BatchedPagedKVCache) -> Tensor:  # [C, V]
@@ -96,6 +97,13 @@ class KernelBackend:
         logits = self._forward.decode(plan, cache.kernel_pool)
         self._check_compiled(before)
         return logits
+
+    def highest(self, logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:  # [N, V] -> [N], [N]
+        """The lowest id of each row's highest logit, and that logit; see `fast.sampling.highest_logits`."""
+        before = self._compiled()
+        found = self._forward.highest(logits)
+        self._check_compiled(before)
+        return found
 
     def facts(self) -> dict[str, Any]:
         """What runs and what it promises, as plain values."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fast.backend import AnyForward, build_backend, facts_of
+from fast.backend import AnyForward, KernelBackend, build_backend, facts_of
 from fast.cache import BatchedPagedKVCache
 from fast.capture import Recorder
 from fast.compact import RowCompactor, RowMove
@@ -321,7 +321,8 @@ class Engine:
             rows={row: sequence.request.id for row, sequence in self.scheduler.running.items()},
             state={row: self.rows.request_id(row) for row in self.scheduler.running},
         )
-        return sample_rows(logits, self.rows, index=rows, positions=stored)
+        highest = self.forward.highest if isinstance(self.forward, KernelBackend) else None
+        return sample_rows(logits, self.rows, index=rows, positions=stored, highest=highest)
 
     def _commit(self, rows: tuple[int, ...], sampled: Sampled) -> list[Event]:
         events = []

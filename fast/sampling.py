@@ -12,7 +12,7 @@ Gates: gates.sampling. Proof: tests/test_fast_sampling.py. Story: sampling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,7 @@ from reference.request import LOGPROB_FLOOR, Allowed, TokenLogprobs
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Highest = Callable[[Tensor], tuple[Ints, NDArray[np.floating]]]  # [N, V] -> [N] ids, [N] logits
 NO_TOKEN = -1
 
 
@@ -51,18 +52,21 @@ def sample_rows(
     *,
     index: Sequence[int],  # N: the row of the batch that each row of logits belongs to
     positions: Sequence[int],  # N: the place, in its sequence, of the token chosen here
+    highest: Highest | None = None,
 ) -> Sampled:
-    """Choose one token a row by the order of work that `SamplingParams` states."""
+    """Choose one token a row by the order of work that `SamplingParams` states.
+
+    `highest` finds each row's highest logit and the lowest id that has it, as `highest_logits` does.
+    """
     at = np.asarray(index, np.int64)
     known = [len(rows.sequence[row].tokens) for row in index]
     check_draw_position(positions=positions, known_tokens=known)
     raw = _host(logits)
-    peak = raw.max(axis=1)  # hands a NaN on
+    # 1. Rows that take the highest raw logit.
+    tokens, peak = highest_logits(raw) if highest is None else highest(logits)
     usable, masked = peak < np.inf, peak == -np.inf
     allowed = _allowed(rows, index)
     forbidden = [_forbidden(rows, row, guide) for row, guide in zip(index, allowed, strict=True)]
-    # 1. Rows that take the highest raw logit; argmax takes the lowest id among ties.
-    tokens = raw.argmax(axis=1)
     # 2. Rows with work of their own.
     guided = np.array([guide is not None for guide in allowed], np.bool_)
     busy = np.flatnonzero(usable & (guided | _has_work(rows, at, forbidden)))
@@ -90,6 +94,11 @@ def sample_rows(
     wanted = rows.logprobs[at]
     asked = {n: _logprobs(raw[n], chosen[n], num_top=int(wanted[n])) for n in good if wanted[n] >= 0}
     return Sampled(chosen, [asked.get(n) for n in range(len(chosen))], errors)
+
+
+def highest_logits(raw: NDArray[np.floating]) -> tuple[Ints, NDArray[np.floating]]:  # [N, V] -> [N], [N]
+    """The lowest id of each row's highest logit, and that logit: NaN, and no id of use, where the row holds one."""
+    return raw.argmax(axis=1), raw.max(axis=1)
 
 
 def uniform(seeds: Ints, positions: Ints) -> Floats:  # [n], [n] -> [n]

@@ -40,6 +40,7 @@ from fast.kernels.vector import exp2, lane_sum, load, store
 from fast.linear import BACKENDS, round_to_half
 from fast.model import Chunk, Forward
 from fast.plan import DecodePlan
+from fast.sampling import highest_logits
 from reference.weights import ModelWeights, random_weights
 from tests.harness import SHAPES
 
@@ -180,6 +181,18 @@ def test_greedy_takes_the_lowest_id_of_the_highest_logit():
     wanted = naive_greedy(logits)
     assert np.array_equal(tokens, wanted[0])
     assert np.array_equal(peaks, wanted[1], equal_nan=True)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_highest_logits_are_found_in_a_buffer_with_gaps_and_in_one_without(rows: int):
+    buffer = normal(5, 96)
+    buffer[:, 61:] = 99.0  # the padding of the head's last panel
+    buffer[0, [7, 9]] = 50.0
+    for logits in (torch.from_numpy(buffer)[:rows, :61], torch.from_numpy(buffer[:rows, :61].copy())):
+        tokens, peaks = forward("gqa").highest(logits)
+        wanted = highest_logits(logits.numpy())
+        assert np.array_equal(tokens, wanted[0])
+        assert np.array_equal(peaks, wanted[1])
 
 
 def test_a_rotation_by_zero_is_none():

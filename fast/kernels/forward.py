@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fast.kernels.attention import GROUP_SIZES, attention, rotate_and_write
 from fast.kernels.linear import ADD, PANEL, PLAIN, STRIP, SWIGLU, Packed, interleave, linear, pack
+from fast.kernels.logits import greedy
 from fast.kernels.norm import norm
 from fast.kernels.pool import KernelPool
 from fast.kernels.team import Team, claim, close
@@ -141,6 +142,14 @@ class KernelForward:
         self._run(plan.input_ids.numpy(), positions, plan.write_slots.numpy(), groups, runs, pool)
         return self._logits(self._hidden[:rows], self._decode_logits)
 
+    def highest(self, logits: Tensor) -> tuple[Ints, Floats]:  # [R, V] -> [R], [R]
+        """Lowest id of each row's highest logit, and that logit, of float32 rows that may have a gap between them."""
+        rows, size = logits.shape
+        tokens, peaks = np.empty(rows, np.int64), np.empty(rows, np.float32)
+        whole = logits.as_strided((rows, logits.stride(0)), (logits.stride(0), 1)).numpy()
+        self._team.run(greedy, whole, size, tokens, peaks, rows)
+        return tokens, peaks
+
     def _run(self, ids: Ints, positions: Ints, writes: Ints, groups: Ints, runs: Ints, pool: KernelPool) -> None:
         """Every layer over T tokens; leaves their hidden states in the first T rows of `_hidden`."""
         config, w = self.config, self._weights
@@ -230,7 +239,7 @@ def _head(words, phase, hidden, final_norm, epsilon, size, strips, rows, head, l
 
 
 # What Python calls; each is compiled once for the types of its arguments.
-ENTRIES = (_layers, _head)
+ENTRIES = (_layers, _head, greedy)
 
 
 def _parts(chunks: Sequence[Chunk], most: int) -> list[list[tuple[int, int, Chunk, int, int]]]:
