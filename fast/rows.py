@@ -11,6 +11,7 @@ Gates: gates.scheduler. Proof: tests/test_scheduler.py. Story: scheduler.
 # ruff: noqa: RUF009 - `_column` is `dataclasses.field` with three arguments named
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
@@ -40,6 +41,11 @@ class Sequence:
     def num_generated(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - len(self.request.prompt_ids)
+
+
+def random_seed() -> int:
+    """An int64 nobody can guess, for a request that names no seed."""
+    return secrets.randbits(64) - 2**63
 
 
 class TokenCounts:

@@ -148,6 +148,10 @@ class Engine:
         )
         return events
 
+    def idle(self) -> bool:
+        """Nothing here can wait."""
+        return False
+
     def describe(self) -> dict[str, Any]:
         """The facts of start-up."""
         return {"name": "reference", "dtype": str(self.model.dtype), "max_model_len": self.max_model_len}

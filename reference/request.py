@@ -233,6 +233,9 @@ class Engine(Protocol):
     def step(self) -> list[Event]:
         """Advance the open requests by one token each, as far as the engine's policy allows."""
 
+    def idle(self) -> bool:
+        """Do a little of what can wait until no request is open; False when there is nothing of that kind."""
+
     def describe(self) -> dict[str, Any]:
         """What was decided at start-up and does not change: engine, limits, switches, memory; plain values."""
 

@@ -95,6 +95,14 @@ def _engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-memory", type=num_bytes, default=2**30, metavar="SIZE", help="default: 1GiB")
     parser.add_argument("--max-model-len", type=integer(1), metavar="T", help="tokens; default: what the model allows")
     parser.add_argument("--threads", type=integer(1, 1024), metavar="N", help="CPU threads; default: physical cores")
+    parser.add_argument(
+        "--recheck-every",
+        type=integer(0),
+        default=64,
+        metavar="N",
+        help="compute one request in N again, alone, while nothing else runs, and compare its logits bit for bit; "
+        "0 is never; default: 64",
+    )
     _kernel_arguments(parser)
     _decode_arguments(parser)
     trace_option(parser)

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from gates import GateError
 from gates.stream import check_answers_end_once
 from reference.request import Engine, Event, Request
 from serve.errors import ApiError, bad_request, engine_failed, timed_out, unavailable
@@ -257,12 +258,27 @@ class EngineLoop:
 
     def _take(self, *, wait: bool) -> list[_Submit | _Abort | None]:
         """All commands there are, at least one when there is nothing else to do."""
+        while wait and self._commands.empty() and self._idle_turn():
+            pass
         commands = [self._commands.get()] if wait else []
         while True:
             try:
                 commands.append(self._commands.get_nowait())
             except queue.Empty:
                 return commands
+
+    def _idle_turn(self) -> bool:
+        """A little of what the engine does while nobody waits; a broken promise is said and ends nothing."""
+        self._busy_since = time.monotonic()
+        try:
+            busy = self._engine.idle()
+        except GateError as broken:
+            log.error("%s", broken)
+            busy = True
+        self._busy_since = None
+        if not busy:
+            self._stats = dict(self._engine.stats())
+        return busy
 
     def _admit(self, command: _Submit) -> None:
         refusal = None

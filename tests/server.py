@@ -87,6 +87,9 @@ class ScriptedEngine:
         self.running: list[Row] = []
         self.aborted: list[str] = []
 
+    def idle(self) -> bool:
+        return False
+
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self.aborted)

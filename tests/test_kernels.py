@@ -177,7 +177,7 @@ def test_greedy_takes_the_lowest_id_of_the_highest_logit():
     tokens, peaks = np.empty(9, np.int64), np.empty(9, np.float32)
     padded = np.full((9, 80), 99.0, np.float32)
     padded[:, :70] = logits
-    TEAM.run(greedy, padded, 70, tokens, peaks, 9)
+    TEAM.run(greedy, padded.reshape(-1), 80, 70, tokens, peaks, 9)
     wanted = naive_greedy(logits)
     assert np.array_equal(tokens, wanted[0])
     assert np.array_equal(peaks, wanted[1], equal_nan=True)

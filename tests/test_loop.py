@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gates import GateError
 from reference.request import Request, SamplingParams
 from serve.errors import ApiError
 from serve.loop import EngineLoop
@@ -161,6 +162,27 @@ def test_answers_that_outlast_the_drain_end_with_an_error():
         assert not engine.has_work
 
     asyncio.run(main())
+
+
+def test_what_can_wait_is_done_while_nobody_waits_and_a_broken_promise_ends_nothing(caplog):
+    left = [None, GateError("invariance.rerun", "request a, answer token 0: other bits"), None]
+    engine = ScriptedEngine()
+
+    def idle() -> bool:
+        if left and (broken := left.pop()) is not None:
+            raise broken
+        return bool(left)
+
+    engine.idle = idle
+
+    async def main() -> None:
+        async with running(engine) as loop:
+            await until(lambda: not left)
+            assert await everything(await loop.submit([request("a")]))
+            assert loop.status == "ok"
+
+    asyncio.run(main())
+    assert "gate invariance.rerun: request a, answer token 0: other bits" in caplog.text
 
 
 # ---- rejects ----------------------------------------------------------------------------------------------------

@@ -36,6 +36,9 @@ class EchoEngine:
     def __init__(self) -> None:
         self.open: dict[str, deque[int] | None] = {}  # None: aborted, its event is to come
 
+    def idle(self) -> bool:
+        return False
+
     @property
     def has_work(self) -> bool:
         return bool(self.open)

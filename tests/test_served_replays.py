@@ -37,6 +37,9 @@ class Held:
             for one in sorted(self._held, key=lambda held: held.prompt_ids):
                 self._engine.submit(one)
 
+    def idle(self) -> bool:
+        return self._engine.idle()
+
     @property
     def has_work(self) -> bool:
         return 0 < len(self._held) < 16 or self._engine.has_work

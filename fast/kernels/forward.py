@@ -144,10 +144,10 @@ class KernelForward:
 
     def highest(self, logits: Tensor) -> tuple[Ints, Floats]:  # [R, V] -> [R], [R]
         """Lowest id of each row's highest logit, and that logit, of float32 rows that may have a gap between them."""
-        rows, size = logits.shape
+        (rows, size), stride = logits.shape, logits.stride(0)
         tokens, peaks = np.empty(rows, np.int64), np.empty(rows, np.float32)
-        whole = logits.as_strided((rows, logits.stride(0)), (logits.stride(0), 1)).numpy()
-        self._team.run(greedy, whole, size, tokens, peaks, rows)
+        flat = logits.as_strided(((rows - 1) * stride + size,), (1,)).numpy()
+        self._team.run(greedy, flat, stride, size, tokens, peaks, rows)
         return tokens, peaks
 
     def _run(self, ids: Ints, positions: Ints, writes: Ints, groups: Ints, runs: Ints, pool: KernelPool) -> None:

@@ -27,23 +27,23 @@ def naive_greedy(logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArra
 
 
 @njit(nogil=True, cache=True)
-def greedy(words, phase, logits, size, tokens, peaks, rows):
-    """tokens [R] and peaks [R] of the first `size` columns of logits [R, V'], for rows 0..rows-1.
+def greedy(words, phase, logits, stride, size, tokens, peaks, rows):
+    """tokens [R] and peaks [R] for rows 0..rows-1: row r is logits.flat[r * stride : r * stride + size].
 
     One phase of a team, a task a row; returns the next.
     """
     mine = 0
     row = claim(words, phase, rows)
     while row >= 0:
-        _highest(logits, size, tokens, peaks, row)
+        _highest(logits, stride, size, tokens, peaks, row)
         mine += 1
         row = claim(words, phase, rows)
     return close(words, phase, rows, mine)
 
 
 @njit(nogil=True, cache=True)
-def _highest(logits, size, tokens, peaks, row):
-    begin, whole = row * logits.shape[1], size // LANES * LANES
+def _highest(logits, stride, size, tokens, peaks, row):
+    begin, whole = row * stride, size // LANES * LANES
     best = splat(np.float32(-np.inf))
     for at in range(begin, begin + whole, LANES):
         best = larger_or_nan(load(logits, at), best)
@@ -53,10 +53,10 @@ def _highest(logits, size, tokens, peaks, row):
     for value in lanes:
         peak = value if value > peak or value != value else peak
     for column in range(whole, size):
-        value = logits[row, column]
+        value = logits[begin + column]
         peak = value if value > peak or value != value else peak
     peaks[row], tokens[row] = peak, NO_TOKEN
     for column in range(size):
-        if logits[row, column] == peak:
+        if logits[begin + column] == peak:
             tokens[row] = column
             break

@@ -1,0 +1,149 @@
+"""A finished request run again, alone: the same bits, or one gate says so; and nobody else is held up by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fast.engine import Engine
+from fast.recheck import Recheck
+from gates import GateError
+from gates.invariance import check_rerun_keeps_bits
+from reference.request import Request, SamplingParams
+from tests.harness import TINY, tiny_weights
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+def engine(every: int = 1, **limits: int) -> Engine:
+    sizes = {"max_batch_size": 3, "num_blocks": 12, "block_size": 16, "max_model_len": 96} | limits
+    made = Engine.build(
+        TINY,
+        tiny_weights(),
+        **sizes,
+        kernels=True,
+        bucket_decode=True,
+        persist_inputs=True,
+        compact_rows=True,
+        threads=1,
+    )
+    made.recheck = Recheck(made.forward, made.cache, every=every)
+    return made
+
+
+def requests(count: int, **change: object) -> list[Request]:
+    params = replace(GREEDY, **change)
+    return [Request(tuple(range(1 + n, 9 + 7 * n)), params, f"r{n}") for n in range(count)]
+
+
+def turns(made: Engine) -> int:
+    count = 0
+    while made.idle():
+        count += 1
+    return count
+
+
+# ---- holds ----
+
+
+@pytest.mark.parametrize("change", [{}, {"temperature": 0.9, "seed": 5}, {"logprobs": 3}, {"frequency_penalty": 0.5}])
+def test_a_request_among_others_has_its_bits_alone(change: dict) -> None:
+    made = engine()
+    made.generate(requests(5, **change))
+    # The last that ended is kept; one forward for its prompt and one for each further token.
+    assert turns(made) == GREEDY.max_tokens
+    assert made.stats()["rechecked"] == 1
+
+
+def test_a_preempted_request_has_its_bits_alone() -> None:
+    made = engine(num_blocks=5, max_model_len=80)
+    made.generate(requests(5, max_tokens=40))
+    assert made.stats()["preemptions"] > 0
+    assert turns(made) == 40
+    assert made.stats()["rechecked"] == 1
+
+
+def test_one_request_in_so_many_is_watched() -> None:
+    made = engine(every=3)
+    seen = []
+    for request in requests(7):
+        made.generate([request])
+        seen.append(turns(made) > 0)
+    assert seen == [True, False, False, True, False, False, True]
+
+
+def test_a_new_request_ends_the_rerun_and_its_blocks_are_free() -> None:
+    made = engine(every=2)
+    made.generate(requests(1))
+    made.idle()
+    assert made.cache.allocator.num_owned > 0
+    assert made.stats()["free_blocks"] == 12
+    late = replace(requests(1)[0], id="late")
+    made.submit(late)
+    assert made.cache.allocator.num_owned == 0
+    assert not made.idle()
+    while made.has_work:
+        made.step()
+    assert turns(made) == GREEDY.max_tokens  # begun anew, for `late` is not watched
+    assert made.cache.allocator.num_owned == 0
+
+
+def test_an_aborted_request_is_not_run_again() -> None:
+    made = engine()
+    [request] = requests(1)
+    made.submit(request)
+    made.step()
+    made.abort(request.id)
+    made.step()
+    assert turns(made) == 0
+
+
+# ---- rejects ----
+
+
+@pytest.mark.parametrize("token", [0, 3, 5])
+def test_gate_rejects_a_changed_bit(token: int) -> None:
+    made = engine()
+    made.generate(requests(2))
+    assert made.recheck is not None
+    assert made.recheck._ended is not None
+    digest = made.recheck._ended.digests[token]
+    made.recheck._ended.digests[token] = bytes([digest[0] ^ 1]) + digest[1:]
+    with pytest.raises(GateError, match=rf"invariance\.rerun: request r1, answer token {token}: logits"):
+        turns(made)
+    assert made.cache.allocator.num_owned == 0
+    assert made.stats()["rechecked"] == 0
+    made.generate([replace(requests(1)[0], id="next")])
+    assert turns(made) == GREEDY.max_tokens
+
+
+def test_gate_rejects_a_neighbours_key_read_under_load() -> None:
+    """K of one slot changes while a request runs, as a neighbour's write would: tokens may agree, bits do not."""
+    made = engine()
+    [request] = requests(1)
+    made.submit(request)
+    made.step()
+    assert made.cache.kernel_pool is not None
+    made.cache.kernel_pool.fill([made.cache.tables[0].slot(2)], 0.25)
+    while made.has_work:
+        made.step()
+    with pytest.raises(GateError, match=r"invariance\.rerun"):
+        turns(made)
+
+
+def test_rerun_gate_names_both_sides() -> None:
+    with pytest.raises(GateError, match="request a, answer token 4: logits 01 under load, 02 alone"):
+        check_rerun_keeps_bits(request_id="a", token=4, under_load=b"\1", alone=b"\2")
+
+
+def test_a_backend_that_promises_nothing_is_refused() -> None:
+    plain = Engine.build(TINY, tiny_weights(), num_blocks=8, max_model_len=64)
+    with pytest.raises(ValueError, match="recheck_every: 5 needs a backend that keeps bits, and torch's matrix"):
+        Recheck(plain.forward, plain.cache, every=5)
+
+
+def test_every_has_a_range() -> None:
+    made = engine()
+    with pytest.raises(ValueError, match="recheck_every: 0 is not positive"):
+        Recheck(made.forward, made.cache, every=0)
