@@ -62,7 +62,7 @@ class Engine:
         self.cache = cache
         self.decode = decode or DecodePath(forward, cache)
         self.pool_plan = pool_plan
-        self.recheck: Recheck | None = None
+        self.recheck = Recheck(forward, cache, every=0)
         self.rows = Rows(cache.max_batch_size)
         self.scheduler = Scheduler(
             cache,
@@ -177,8 +177,7 @@ class Engine:
         self._arrivals += 1
         self._open[request.id] = sequence
         self.scheduler.add(sequence)
-        if self.recheck is not None:
-            self.recheck.submitted(sequence)
+        self.recheck.submitted(sequence)
         if self._recorder is not None:
             self._recorder.submitted(request, seed=sequence.seed)
 
@@ -195,12 +194,8 @@ class Engine:
         return self._recorder.record(self._step, number=self.steps + 1)
 
     def idle(self) -> bool:
-        """One forward of a re-run (`Recheck`) while no request is open; False when there is nothing to do.
-
-        Raises:
-            GateError: a request's logits were not the same bits alone; the engine is as before.
-        """
-        return not self._open and self.recheck is not None and self.recheck.turn()
+        """One forward of a re-run, as `Recheck.turn`, while no request is open; False when there is nothing to do."""
+        return not self._open and self.recheck.turn()
 
     def record_steps(self, on_step: Callable[[StepRecord], None] | None) -> None:
         """Hand a record of each step to `on_step` from now on; None ends that, and with it all that it cost.
@@ -239,12 +234,12 @@ class Engine:
         }
         check_gauges(**gauges, ending=len(self._aborted), open_requests=len(self._open))
         return gauges | {
-            "free_blocks": self.cache.allocator.num_free + (0 if self.recheck is None else self.recheck.blocks_held),
+            "free_blocks": self.cache.allocator.num_free + self.recheck.blocks_held,
             "num_blocks": self.cache.allocator.num_blocks,
             "preemptions": self.scheduler.preemptions,
             "steps": self.steps,
             "prefill_tokens": self.prefill_tokens,
-            "rechecked": 0 if self.recheck is None else self.recheck.checked,
+            "rechecked": self.recheck.checked,
             "moves": 0 if self.scheduler.compactor is None else self.scheduler.compactor.moves,
             **self.decode.stats(),
         }
@@ -285,8 +280,7 @@ class Engine:
         for event in events:
             if event.finish_reason is not None:
                 del self._open[event.request_id]
-                if self.recheck is not None:
-                    self.recheck.ended(event.request_id, event.finish_reason)
+                self.recheck.ended(event.request_id, event.finish_reason)
         self._check_step(events, open_before)
         mark("commit")
         return events
@@ -330,8 +324,7 @@ class Engine:
             rows={row: sequence.request.id for row, sequence in self.scheduler.running.items()},
             state={row: self.rows.request_id(row) for row in self.scheduler.running},
         )
-        if self.recheck is not None:
-            self.recheck.saw([self.scheduler.running[row] for row in rows], logits)
+        self.recheck.saw([self.scheduler.running[row] for row in rows], logits)
         highest = self.forward.highest if isinstance(self.forward, KernelBackend) else None
         return sample_rows(logits, self.rows, index=rows, positions=stored, highest=highest)
 

@@ -5,7 +5,7 @@ prefilled by itself and its answer fed token by token, one forward a turn, into 
 must have the digest that it had. Batch, neighbours, row, padding, chunks, cached prefixes, preemption and replay are
 all in the first run and none in the second. A new request ends the re-run at once. It knows no queue and no row.
 
-Gates: gates.invariance. Proof: tests/test_recheck.py. Story: invariance.
+Gates: gates.recheck. Proof: tests/test_recheck.py. Story: invariance.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fast.blocks import BlockTable
 from fast.cache import BatchedPagedKVCache
 from fast.model import Chunk
 from fast.rows import Sequence
-from gates.invariance import check_rerun_keeps_bits
+from gates.recheck import check_rerun_keeps_bits
 
 
 @dataclass(slots=True)
@@ -35,15 +35,17 @@ class _Watched:
 class Recheck:
     """Picks every `every`-th request that is submitted, and keeps the last that ended until there is time for it.
 
+    With 0 it picks none.
+
     Raises:
-        ValueError: `every` is not positive, or the backend does not promise bits.
+        ValueError: `every` is negative, or the backend does not promise bits.
     """
 
     def __init__(self, forward: AnyForward, cache: BatchedPagedKVCache, *, every: int) -> None:
-        if every < 1:
-            raise ValueError(f"recheck_every: {every} is not positive")
+        if every < 0:
+            raise ValueError(f"recheck_every: {every} is negative")
         facts = facts_of(forward)
-        if not facts["schedule_invariant"]:
+        if every and not facts["schedule_invariant"]:
             raise ValueError(f"recheck_every: {every} needs a backend that keeps bits, and {facts['reason']}")
         self.every = every
         self.checked = 0  # requests whose every token was found again
@@ -62,7 +64,7 @@ class Recheck:
     def submitted(self, sequence: Sequence) -> None:
         """A request came: it may be one to watch, and a re-run under way makes room for it."""
         self.drop()
-        if self._submitted % self.every == 0:
+        if self.every and self._submitted % self.every == 0:
             self._watched[sequence.request.id] = _Watched(sequence)
         self._submitted += 1
 

@@ -60,7 +60,6 @@ def build_engine(
     half_kv: bool = False,
     threads: int | None = None,
     take_weights: bool = False,
-    recheck_every: int = 0,
 ) -> Engine:
     """An idle engine over a loaded model, warm when it captures. `dtype` is what it computes in.
 
@@ -76,9 +75,7 @@ def build_engine(
 
         return ReferenceEngine(loaded.config, loaded.weights, max_model_len=max_model_len, dtype=dtype)
     if engine == "fast":
-        from fast.backend import facts_of
         from fast.engine import Engine as FastEngine
-        from fast.recheck import Recheck
 
         sizes: dict[str, Any] = {"max_batch_size": max_batch_size, "block_size": block_size}
         sizes |= {"kv_bytes": kv_cache_bytes, "max_model_len": max_model_len, "width_multiple": width_multiple}
@@ -98,8 +95,6 @@ def build_engine(
         )
         if capture_decode or compile_decode:  # the pool is allocated, and nobody can ask for anything yet
             print(fast.warm_decode(max_rows=warm_rows, max_width=warm_width).render(), file=sys.stderr)
-        if recheck_every and facts_of(fast.forward)["schedule_invariant"]:
-            fast.recheck = Recheck(fast.forward, fast.cache, every=recheck_every)
         return fast
     raise ValueError(f"engine: {engine!r} is not one of {', '.join(ENGINES)}")
 
@@ -146,14 +141,23 @@ def _load_and_build(args: argparse.Namespace) -> tuple[str, LoadedModel, Engine]
             warm_rows=args.warm_rows,
             warm_width=args.warm_width,
             take_weights=True,
-            recheck_every=args.recheck_every,
             **switches(args),
             **chosen,
         )
     except ValueError as error:
         raise as_option(error) from error
+    watch_bits(engine, every=args.recheck_every)
     # The engine has its own copy, packed or cast; what it was made from is not held beside it.
     return weights, replace(loaded, weights=None), engine
+
+
+def watch_bits(engine: Engine, *, every: int) -> None:
+    """Have one request in so many computed again alone, by an engine whose backend promises the same bits."""
+    from fast.engine import Engine as FastEngine
+    from fast.recheck import Recheck
+
+    if isinstance(engine, FastEngine) and engine.describe()["backend"]["schedule_invariant"]:
+        engine.recheck = Recheck(engine.forward, engine.cache, every=every)
 
 
 def switches(args: argparse.Namespace) -> dict[str, bool]:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from fast.engine import Engine as FastEngine
 from reference.request import Request, SamplingParams, generate
 from serve import boot
 from serve.boot import as_option, base_url, build_engine, example, listen
@@ -250,6 +251,14 @@ def test_weights_are_not_held_beside_the_engines_own_and_the_line_says_what_runs
     assert told in capsys.readouterr().err
     with pytest.raises(ValueError, match="loaded: tiny-random has given its weights"):
         build_engine(loaded)
+
+
+@pytest.mark.parametrize(("flags", "every"), [([], 64), (["--recheck-every", "5"], 5), (["--no-kernels"], 0)])
+def test_one_request_in_so_many_is_computed_again_where_bits_are_promised(flags: list[str], every: int) -> None:
+    args = ["serve", "--model", "tiny-random", "--max-model-len", "64", "--max-batch-size", "2", *flags]
+    _, engine = boot.boot(build_parser().parse_args(args))
+    assert isinstance(engine, FastEngine)
+    assert engine.recheck.every == every
 
 
 def test_kernels_that_cannot_run_are_refused_in_the_words_of_the_option(capsys) -> None:

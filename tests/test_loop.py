@@ -165,7 +165,7 @@ def test_answers_that_outlast_the_drain_end_with_an_error():
 
 
 def test_what_can_wait_is_done_while_nobody_waits_and_a_broken_promise_ends_nothing(caplog):
-    left = [None, GateError("invariance.rerun", "request a, answer token 0: other bits"), None]
+    left = [None, GateError("recheck.rerun", "request a, answer token 0: other bits"), None]
     engine = ScriptedEngine()
 
     def idle() -> bool:
@@ -182,7 +182,7 @@ def test_what_can_wait_is_done_while_nobody_waits_and_a_broken_promise_ends_noth
             assert loop.status == "ok"
 
     asyncio.run(main())
-    assert "gate invariance.rerun: request a, answer token 0: other bits" in caplog.text
+    assert "gate recheck.rerun: request a, answer token 0: other bits" in caplog.text
 
 
 # ---- rejects ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from fast.engine import Engine
 from fast.recheck import Recheck
 from gates import GateError
-from gates.invariance import check_rerun_keeps_bits
+from gates.recheck import check_rerun_keeps_bits
 from reference.request import Request, SamplingParams
 from tests.harness import TINY, tiny_weights
 
@@ -106,11 +106,10 @@ def test_an_aborted_request_is_not_run_again() -> None:
 def test_gate_rejects_a_changed_bit(token: int) -> None:
     made = engine()
     made.generate(requests(2))
-    assert made.recheck is not None
     assert made.recheck._ended is not None
     digest = made.recheck._ended.digests[token]
     made.recheck._ended.digests[token] = bytes([digest[0] ^ 1]) + digest[1:]
-    with pytest.raises(GateError, match=rf"invariance\.rerun: request r1, answer token {token}: logits"):
+    with pytest.raises(GateError, match=rf"recheck\.rerun: request r1, answer token {token}: logits"):
         turns(made)
     assert made.cache.allocator.num_owned == 0
     assert made.stats()["rechecked"] == 0
@@ -128,11 +127,11 @@ def test_gate_rejects_a_neighbours_key_read_under_load() -> None:
     made.cache.kernel_pool.fill([made.cache.tables[0].slot(2)], 0.25)
     while made.has_work:
         made.step()
-    with pytest.raises(GateError, match=r"invariance\.rerun"):
+    with pytest.raises(GateError, match=r"recheck\.rerun"):
         turns(made)
 
 
-def test_rerun_gate_names_both_sides() -> None:
+def test_gate_rejects_two_digests_and_names_both() -> None:
     with pytest.raises(GateError, match="request a, answer token 4: logits 01 under load, 02 alone"):
         check_rerun_keeps_bits(request_id="a", token=4, under_load=b"\1", alone=b"\2")
 
@@ -145,5 +144,15 @@ def test_a_backend_that_promises_nothing_is_refused() -> None:
 
 def test_every_has_a_range() -> None:
     made = engine()
-    with pytest.raises(ValueError, match="recheck_every: 0 is not positive"):
-        Recheck(made.forward, made.cache, every=0)
+    with pytest.raises(ValueError, match="recheck_every: -1 is negative"):
+        Recheck(made.forward, made.cache, every=-1)
+
+
+# ---- any order ----
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_nothing_is_watched_unless_it_was_asked_for(every: int) -> None:
+    made = engine(every)
+    made.generate(requests(2))
+    assert (turns(made) > 0) == bool(every)

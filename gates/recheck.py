@@ -8,7 +8,7 @@ from __future__ import annotations
 from gates.core import CHEAP, gate, require
 
 
-@gate("invariance.rerun", at=CHEAP)
+@gate("recheck.rerun", at=CHEAP)
 def check_rerun_keeps_bits(*, request_id: str, token: int, under_load: bytes, alone: bytes) -> None:
     """The logits before answer token `token` (0-based) have the same digest under load and alone."""
     require(
