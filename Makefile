@@ -49,10 +49,12 @@ differential: $(VENV)/.dev model ## only fast against reference, token for token
 bench: $(VENV)/.dev model ## the benchmarks, each correct first, then timed
 	$(PY) -m pytest tests/bench --benchmark-enable --benchmark-only $(PYTEST_ARGS)
 
-figures: $(VENV)/.dev ## print the exact figures, counted by the real classes
+figures: $(VENV)/.dev ## print the exact figures, make every block and drawing of the site anew
 	$(PY) -m tests.bench.figures
+	$(PY) -m tests.pages
 
-docs: $(VENV)/.docs ## build the site strictly
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.docs ## build the site strictly, every link followed
 	$(PY) -m mkdocs build --strict
 
 lint: $(VENV)/.dev ## ruff

@@ -53,8 +53,8 @@ def trace_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trace_arguments(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command `trace replay FILE | trace show FILE`."""
-    trace = commands.add_parser("trace", help="replay or show a step trace (--trace FILE)", allow_abbrev=False)
+    """Add the command `trace replay FILE | trace show FILE | trace html FILE`."""
+    trace = commands.add_parser("trace", help="replay, show or draw a step trace (--trace FILE)", allow_abbrev=False)
     actions = trace.add_subparsers(dest="action", required=True, metavar="ACTION")
     replay = actions.add_parser("replay", help="run a trace's requests alone in the reference", allow_abbrev=False)
     replay.add_argument("file", type=Path, metavar="FILE")
@@ -62,10 +62,14 @@ def add_trace_arguments(commands: argparse._SubParsersAction[Any]) -> None:
     show = actions.add_parser("show", help="print a trace step by step, and its totals", allow_abbrev=False)
     show.add_argument("file", type=Path, metavar="FILE")
     show.add_argument("--steps", type=_step_range, metavar="A-B", help="print these steps; totals are of all")
+    page = actions.add_parser("html", help="write a page that plays a trace step by step", allow_abbrev=False)
+    page.add_argument("file", type=Path, metavar="FILE")
+    page.add_argument("--out", type=Path, metavar="PAGE", help="default: FILE with .html after it")
+    page.add_argument("--steps", type=_step_range, metavar="A-B", help="play these steps; default: all")
 
 
 def trace(args: argparse.Namespace) -> int:
-    """Run `trace replay` (1 when an answer differs) or `trace show`.
+    """Run `trace replay` (1 when an answer differs), `trace show` or `trace html`.
 
     Raises:
         OSError, TraceError: the file cannot be read.
@@ -74,6 +78,10 @@ def trace(args: argparse.Namespace) -> int:
         from serve.trace_show import show
 
         return show(args.file, steps=args.steps)
+    if args.action == "html":
+        from serve.trace_html import write_page
+
+        return write_page(args.file, args.out or args.file.with_name(f"{args.file.name}.html"), steps=args.steps)
     from serve.trace_replay import replay_file
 
     return replay_file(args.file, model=args.model)

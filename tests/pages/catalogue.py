@@ -1,0 +1,204 @@
+"""The reference pages that are read off the code: the gates, the museum, the command line, the HTTP fields.
+
+The gate catalogue says, from syntax trees alone, which function calls each gate and which test rejects it; the museum
+page states what tests/test_museum.py proves of each exhibit. Nothing here runs an engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import html
+from collections import defaultdict
+from typing import Any
+
+from tests.museum.catalogue import ROOMS
+from tests.museum.exhibit import HARMLESS, LOCKSTEP
+from tests.pages.regions import ROOT, modules, parsed
+
+Calls = dict[str, list[tuple[str, str]]]  # check_* -> (path, dotted function)
+NOTICED = {LOCKSTEP: "the tokens only", HARMLESS: "nothing"}
+
+
+def gates_page() -> str:
+    """Every gate by subject: what must hold, the level, who calls it, which test and which exhibits show it fail."""
+    callers, rejecters = _calls([p for p in modules() if not p.startswith("gates/")]), _rejecters()
+    exhibits: dict[str, list[str]] = defaultdict(list)
+    for room in ROOMS.values():
+        for exhibit in room:
+            exhibits[exhibit.full].append(exhibit.name)
+    lines = []
+    for path in (p for p in modules() if p.startswith("gates/") and p != "gates/core.py"):
+        lines += [f"## {path.removeprefix('gates/').removesuffix('.py')}", "", _intro(path), ""]
+        for node in parsed(path).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("check_"):
+                name, level = _declared(node)
+                doc = (ast.get_docstring(node) or "").split("\n\n")
+                lines += [f"### `{name}` {{#{name.replace('.', '-')}}}", "", _text(doc[0]), ""]
+                lines += [_text(more) + "\n" for more in doc[1:]]
+                lines += [f"[[src {path} {node.name}]], {level}. Called by {_links(callers[node.name])}.", ""]
+                lines += [f"Seen to fail in {_tests(rejecters[node.name])}.{_exhibits(exhibits[name])}", ""]
+    return "\n".join(lines)
+
+
+def museum_page() -> str:
+    """Every exhibit: what was changed, where it was reported, and what notices it at each level of the gates."""
+    lines = []
+    for room, exhibits in ROOMS.items():
+        lines += [f"## {room}", ""]
+        for exhibit in exhibits:
+            lines += [f"### {exhibit.name[0].upper()}{exhibit.name[1:]} {{#{slug(exhibit.name)}}}", ""]
+            lines += [f"{exhibit.story} Reported in: `{exhibit.thread}`.", ""]
+            lines += diff(exhibit.edits)
+            levels = ((level, getattr(exhibit, level)) for level in ("full", "cheap", "off"))
+            lines += ["| gates | noticed by |", "| --- | --- |"]
+            lines += [f"| {level} | {_noticed(by)} |" for level, by in levels] + [""]
+    return "\n".join(lines)
+
+
+def diff(edits: Any) -> list[str]:
+    """Edits as one fenced diff, each under the place where it is made."""
+    lines = ["```diff"]
+    for edit in edits:
+        lines += [f"# {edit.place}"]
+        lines += ["-" + line for line in edit.old.split("\n")] + ["+" + line for line in edit.new.split("\n")]
+    return [*lines, "```", ""]
+
+
+def slug(name: str) -> str:
+    """The anchor of an exhibit on the museum page."""
+    return "".join(c if c.isalnum() else "-" for c in name.lower())
+
+
+def cli_page() -> str:
+    """Every command with its arguments, from the parser itself."""
+    from serve.cli import build_parser
+
+    lines: list[str] = []
+    for words, parser, about in _commands(build_parser(), ("nanoserve",)):
+        lines += [f"## `{' '.join(words)}` {{#{'-'.join(words[1:])}}}", "", f"{about}.", ""]
+        rows = [row for action in parser._actions if (row := _argument(action))]
+        if rows:
+            lines += ["| argument | values | meaning |", "| --- | --- | --- |", *rows, ""]
+    return "\n".join(lines)
+
+
+def http_page() -> str:
+    """The fields of both bodies, those that are refused by name among them, from the classes that check them."""
+    from serve.protocol import ChatBody, CompletionBody, SamplingBody
+
+    lines = []
+    shared = set(SamplingBody.model_fields)
+    for title, body, fields in (
+        ("Fields of both", SamplingBody, shared),
+        ("Only completions", CompletionBody, set(CompletionBody.model_fields) - shared),
+        ("Only chat", ChatBody, set(ChatBody.model_fields) - shared),
+    ):
+        schema = body.model_json_schema()["properties"]
+        lines += [f"## {title}", "", "| field | type |", "| --- | --- |"]
+        lines += [f"| `{name}` | {_type(schema[name])} |" for name in body.model_fields if name in fields]
+        refused = ", ".join(f"`{name}`" for name in sorted(getattr(body, "not_supported", {})))
+        lines += ["", f"Known and refused by name: {refused}." if refused else "", ""]
+    return "\n".join(lines)
+
+
+def _intro(path: str) -> str:
+    return _text((ast.get_docstring(parsed(path)) or "").split("\n\n")[0])
+
+
+def _text(doc: str) -> str:
+    return html.escape(" ".join(doc.split()), quote=False).replace("*", "\\*").replace("[", "\\[")
+
+
+def _declared(node: ast.FunctionDef) -> tuple[str, str]:
+    call = next(d for d in node.decorator_list if isinstance(d, ast.Call))
+    assert isinstance(call.args[0], ast.Constant)
+    levels = [k.value.id for k in call.keywords if isinstance(k.value, ast.Name)]
+    return str(call.args[0].value), "at full" if levels == ["FULL"] else "at cheap"
+
+
+def _calls(paths: list[str]) -> Calls:
+    found: Calls = defaultdict(list)
+    for path in paths:
+        for function, node in _functions(parsed(path)):
+            names = {n.func.id for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+            for name in sorted(n for n in names if n.startswith("check_")):
+                found[name].append((path, function))
+    return found
+
+
+def _rejecters() -> Calls:
+    found: Calls = defaultdict(list)
+    for path in sorted((ROOT / "tests").glob("test_*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        for function, node in _functions(parsed(name)):
+            if function.startswith("test_gate_rejects_"):
+                used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+                used |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+                for gate in sorted(n for n in used if n.startswith("check_")):
+                    found[gate].append((name, function))
+    return found
+
+
+def _functions(tree: ast.Module) -> list[tuple[str, ast.AST]]:
+    found: list[tuple[str, ast.AST]] = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.append((node.name, node))
+        elif isinstance(node, ast.ClassDef):
+            inner = [child for child in node.body if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)]
+            found += [(f"{node.name}.{child.name}", child) for child in inner]
+    return found
+
+
+def _links(calls: list[tuple[str, str]]) -> str:
+    return ", ".join(f"[[src {path} {name}]] in `{path}`" for path, name in calls)
+
+
+def _tests(calls: list[tuple[str, str]]) -> str:
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for path, name in calls:
+        by_file[path].append(f"`{name}`")
+    return "; ".join(f"{', '.join(names[:3])} (`{path}`)" for path, names in by_file.items())
+
+
+def _exhibits(names: list[str]) -> str:
+    if not names:
+        return ""
+    return " In the museum: " + ", ".join(f"[{name}](museum.md#{slug(name)})" for name in names) + "."
+
+
+def _noticed(by: str) -> str:
+    return NOTICED.get(by) or (f"[[gate {by}]]" if "." in by else f"`{by}`")
+
+
+def _commands(parser: argparse.ArgumentParser, words: tuple[str, ...]) -> list[Any]:
+    found = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            about = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for name, child in action.choices.items():
+                inner = _commands(child, (*words, name))
+                found += inner or [((*words, name), child, about.get(name, ""))]
+    return found
+
+
+def _argument(action: argparse.Action) -> str:
+    if isinstance(action, argparse._HelpAction):
+        return ""
+    names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar or action.dest}`"
+    values = " ".join(action.choices) if action.choices else action.metavar or ("" if action.nargs == 0 else "value")
+    return f"| {names} | {f'`{values}`' if values else ''} | {html.escape(action.help or '', quote=False)} |"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    kinds = [_one(option) for option in schema.get("anyOf", [schema])]
+    return " or ".join(kind for kind in kinds if kind != "null")
+
+
+def _one(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        return f"`{schema['$ref'].rsplit('/', 1)[-1]}`"
+    if schema.get("type") == "array":
+        return f"list of {_one(schema.get('items', {}))}"
+    return str(schema.get("type", "any"))
