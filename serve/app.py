@@ -23,6 +23,7 @@ from starlette.responses import Response
 from reference.request import Engine
 from reference.tokenizer import Tokenizer
 from serve.access import Access, Sink, note_answers
+from serve.answer import Answer
 from serve.bodies import B, read_body
 from serve.errors import NOT_FOUND, ApiError, from_value_error, install_error_handlers, shown
 from serve.guard import install_guards
@@ -35,7 +36,7 @@ from serve.openapi import document_bodies, gives, takes
 from serve.prompts import Job, check_num_answers, limits_of, plan_chat, plan_completion
 from serve.protocol import ChatBody, CompletionBody, SamplingBody
 from serve.replies import ChatReply, CompletionReply, to_json, usage
-from serve.stream import Answer, ClientGone, EventStream, pieces, sse, until_gone
+from serve.stream import ClientGone, EventStream, pieces, sse, until_gone
 from serve.ticket import Ticket
 from serve.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from serve.version import version

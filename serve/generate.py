@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from reference.request import Engine, Event, Request, SamplingParams
-from reference.stops import StopMatcher
-from reference.tokenizer import IncrementalDecoder, Tokenizer
+from reference.tokenizer import Tokenizer
+from serve.answer import Answer
 from serve.boot import as_option, boot
 from serve.options import UsageError
 
@@ -36,8 +36,7 @@ class Continuation:
         self.finish_reason: str | None = None
         self.error: str | None = None
         self._engine = engine
-        self._decoder = IncrementalDecoder(tokenizer)
-        self._matcher = StopMatcher(stops)
+        self._answer = Answer(tokenizer, replace(request.params, stop=tuple(stops)))
 
     def __iter__(self) -> Iterator[str]:
         """The pieces of text; an iteration that is broken off aborts the request."""
@@ -50,27 +49,16 @@ class Continuation:
                 self._close("abort")
 
     def _take(self, event: Event) -> Iterator[str]:
-        self.finish_reason, self.error = event.finish_reason, event.error
-        text = ""
-        if event.token_id is not None:
-            self.token_ids.append(event.token_id)
-            if event.finish_reason != "stop":
-                text = self._decoder.push(event.token_id)
-        if event.finish_reason is not None:
-            text += self._decoder.flush()
-        safe, stop = self._match(text)
-        if event.finish_reason is not None:
-            safe += self._matcher.flush()
-        if safe:
-            yield safe
-        if stop is not None:
+        if event.token_id is None:
+            self.finish_reason, self.error = event.finish_reason, event.error
+            return
+        self.token_ids.append(event.token_id)
+        piece = self._answer.push(event)
+        self.finish_reason = event.finish_reason
+        if piece.text:
+            yield piece.text
+        if self._answer.finish_reason != self.finish_reason:
             self._close("stop")
-
-    def _match(self, text: str) -> tuple[str, str | None]:
-        """Stop strings begin to count after `min_tokens` tokens, as EOS does."""
-        if len(self.token_ids) <= self.request.params.min_tokens:
-            return text, None
-        return self._matcher.push(text)
 
     def _close(self, reason: str) -> None:
         """End the request before the engine would have, and leave the engine idle."""

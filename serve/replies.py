@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reference.tokenizer import Tokenizer
-from serve.stream import Answer, Piece, Position
+from serve.answer import Answer, Piece, Position
 from serve.tools import CallParser, ToolCall, ToolUse
 
 NO_LOGPROB = -9999.0

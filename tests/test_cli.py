@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from reference.engine import Engine
 from reference.request import Event, Request, SamplingParams
 from reference.tokenizer import ByteTokenizer, IncrementalDecoder
+from serve.answer import Answer
 from serve.chat import Conversation, talk
 from serve.cli import main
 from serve.generate import Continuation
 from serve.models import load_model
 from serve.options import integers, num_bytes
-from serve.stream import Answer
 from tests.wheels import write_gguf
 
 TINY = ["--model", "tiny-random"]
@@ -270,7 +270,7 @@ def test_default_model_answers_sensibly(capsys: pytest.CaptureFixture[str]) -> N
         (["generate", *TINY, "--prompt", "x", "--logit-bias", "259:1"], "--logit-bias"),
         (["generate", *TINY, "--prompt", "x", "--max-tokens", "2048"], "--max-tokens: "),
         (["generate", *TINY, "--prompt", "x", "--max-model-len", "1"], "--max-model-len: 1 "),
-        (["generate", *TINY, "--prompt", "x", "--kv-cache-memory", "10B"], "not at least 2"),
+        (["generate", *TINY, "--prompt", "x", "--kv-cache-memory", "10B"], "--kv-cache-memory: 10 bytes hold 0 tokens"),
         (["generate", "--model", "tiny-randon", "--prompt", "x"], "'tiny-randon' is not a model's name (smollm2-135m"),
         (["model", "get", "gpt-5"], "'gpt-5' cannot be fetched; known: smollm2-135m-instruct"),
         (["coverage", "--rows", "4", "--requests", "8", "--gens", "0"], "--gens: '0' is not a list of integers"),

@@ -12,8 +12,8 @@ from gates import GateError
 from gates.stream import check_all_answers_ended, check_answers_end_once
 from reference.request import Event, SamplingParams, TokenLogprobs
 from reference.tokenizer import ByteTokenizer
-from serve.errors import ApiError
-from serve.stream import Answer, Piece, sse
+from serve.answer import Answer, AnswerFailed, Piece
+from serve.stream import sse
 from tests.server import EOS, piece_tokenizer
 
 BYTES = ByteTokenizer()
@@ -110,7 +110,7 @@ def test_an_event_is_one_line_and_a_blank_one():
 
 def test_an_answer_the_engine_gave_up_is_an_error_with_its_words():
     answer = Answer(BYTES, SamplingParams())
-    with pytest.raises(ApiError, match="logits are not finite"):
+    with pytest.raises(AnswerFailed, match="logits are not finite"):
         answer.push(Event("r", None, "error", error="logits are not finite"))
 
 
@@ -135,7 +135,7 @@ def test_gate_rejects_a_reply_with_an_unfinished_choice():
 def test_gate_rejects_a_decoder_that_shows_each_token_alone(monkeypatch: pytest.MonkeyPatch):
     # The usual fault: every id decoded by itself, so a character of two tokens becomes two U+FFFD.
     alone = {"push": lambda self, token: BYTES.decode([token]), "flush": lambda self: ""}
-    monkeypatch.setattr("serve.stream.IncrementalDecoder", type("Alone", (), {"__init__": lambda *_: None, **alone}))
+    monkeypatch.setattr("serve.answer.IncrementalDecoder", type("Alone", (), {"__init__": lambda *_: None, **alone}))
     with pytest.raises(GateError, match=r"tokenizer\.stream"):
         run(list("ď".encode()))
 

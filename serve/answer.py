@@ -1,0 +1,116 @@
+"""From events to text as it may be shown: one answer, piece by piece.
+
+No half character, nothing that may still become a stop string, no text of the token that ended the answer. The pieces
+of an answer join to its whole text: the server's streams and whole replies and the command line's `generate` and `chat`
+read the same one. It knows no JSON, no socket and no engine.
+
+Gates: gates.tokenizer. Proof: tests/test_stream.py. Story: stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gates.core import CHEAP, enabled
+from gates.tokenizer import check_text_is_stream
+from reference.request import Event, SamplingParams, TokenLogprobs
+from reference.stops import StopMatcher
+from reference.tokenizer import IncrementalDecoder, Tokenizer
+
+
+class AnswerFailed(RuntimeError):
+    """The engine gave the request up; the message is the engine's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """One shown token with its logprobs; `offset` is the character of the answer at which its text begins."""
+
+    token_id: int
+    offset: int
+    logprobs: TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What became certain with one token. The piece with a `finish_reason` is the answer's last."""
+
+    text: str
+    positions: tuple[Position, ...] = ()
+    finish_reason: str | None = None
+
+
+class Answer:
+    """The text of one answer as it grows, and why it ended."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, echo: str = "") -> None:
+        """`echo` is what the answer begins with, before its first token."""
+        self._echo = echo
+        self._tokenizer = tokenizer
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._matcher = StopMatcher(params.stop)
+        self._min_tokens = params.min_tokens
+        self._shown_ids: list[int] = []
+        self._decoded = 0  # characters the decoder gave, those withheld included
+        self._texts: list[str] = []
+        self._waiting: list[Position] = []  # positions whose text is not out yet
+        self.positions: list[Position] = []
+        self.num_tokens = 0  # all that were computed for it, the one that ended it included
+        self.finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All pieces so far, joined."""
+        return "".join(self._texts)
+
+    def push(self, event: Event) -> Piece:
+        """Take the next event; a piece without text and finish reason is not worth sending.
+
+        Raises:
+            AnswerFailed: the engine gave the request up.
+        """
+        if event.finish_reason not in (None, "stop", "length"):
+            raise AnswerFailed(event.error or f"the engine ended the request: {event.finish_reason}")
+        assert event.token_id is not None
+        self.num_tokens += 1
+        # A token that ended its request with "stop" is EOS or a stop id: counted, not shown.
+        text = "" if event.finish_reason == "stop" else self._show(event.token_id, event.logprobs)
+        safe, stop = self._match(text)
+        if event.finish_reason is not None and stop is None:
+            tail, stop = self._match(self._decoder.flush())
+            safe += tail + self._matcher.flush()
+        if not self._texts:
+            safe = self._echo + safe
+        self._texts.append(safe)
+        self.finish_reason = "stop" if stop is not None else event.finish_reason
+        if self.finish_reason is not None:
+            self._check(stop)
+        return self._piece(safe)
+
+    def _show(self, token_id: int, logprobs: TokenLogprobs | None) -> str:
+        self._shown_ids.append(token_id)
+        if logprobs is not None:
+            self._waiting.append(Position(token_id, self._decoded, logprobs))
+        text = self._decoder.push(token_id)
+        self._decoded += len(text)
+        return text
+
+    def _match(self, text: str) -> tuple[str, str | None]:
+        """Stop strings begin to count after `min_tokens` tokens, as EOS does."""
+        if self.num_tokens <= self._min_tokens:
+            return text, None
+        return self._matcher.push(text)
+
+    def _piece(self, text: str) -> Piece:
+        """Logprobs travel with the first text at or after their token."""
+        if not text and self.finish_reason is None:
+            return Piece("")
+        positions = tuple(self._waiting)
+        self.positions += positions
+        self._waiting.clear()
+        return Piece(text, positions, self.finish_reason)
+
+    def _check(self, stop: str | None) -> None:
+        if enabled(CHEAP):
+            decoded = self._echo + self._tokenizer.decode(self._shown_ids)
+            check_text_is_stream(streamed=self.text, decoded=decoded, stop=stop)
