@@ -79,7 +79,7 @@ def plan_pool(
         num_blocks = min(most, budget // (slot_bytes * block_size))
     limit = min(limit, num_blocks * block_size)
     if limit < 2:
-        raise ValueError(f"max_model_len: {limit} tokens over {num_blocks} blocks of {block_size} is not at least 2")
+        raise ValueError(_too_small(limit, num_blocks, block_size, budget, slot_bytes))
     table = table_bytes(max_batch_size=max_batch_size, max_model_len=limit)
     blocks = block_table_bytes(max_batch_size=max_batch_size, max_model_len=limit, block_size=block_size)
     allowed = max(SMALLEST_TABLE_BUDGET, budget or 0)
@@ -99,3 +99,14 @@ def plan_pool(
         block_table_bytes=blocks,
         budget_bytes=budget,
     )
+
+
+def _too_small(limit: int, num_blocks: int, block_size: int, budget: int | None, slot_bytes: int) -> str:
+    """Which size leaves no room for a prompt token and an answer token."""
+    tokens = num_blocks * block_size
+    if tokens >= 2:
+        return f"max_model_len: {limit} tokens is not at least 2, one prompt token and one answer token"
+    if budget is None:
+        return f"num_blocks: {num_blocks} of {block_size} tokens hold {tokens} tokens, which is not at least 2"
+    needed = -(-2 // block_size) * block_size * slot_bytes
+    return f"kv_bytes: {budget:,} bytes hold {tokens} tokens, which is not at least 2; {needed:,} bytes are needed"

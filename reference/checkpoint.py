@@ -74,11 +74,14 @@ def checkpoint_name(role: str) -> str:
 def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint by name, none of them read. The index decides where there is one.
 
+    An index whose shards are all gone, beside a whole `model.safetensors`, is left over from an older checkpoint; the
+    file is then the model, as it is to transformers.
+
     Raises:
         WeightsError: naming the file that is missing, damaged or ambiguous, or the tensor a shard should hold.
     """
     index = folder / INDEX
-    if index.is_file():
+    if index.is_file() and not ((folder / SINGLE).is_file() and _is_left_over(index)):
         assigned = _weight_map(index)
     else:
         single = _single_file(folder)
@@ -111,6 +114,15 @@ def _weight_map(index: Path) -> dict[str, str]:
         if not (index.parent / shard).is_file():
             raise WeightsError(f"{index.parent / shard}: missing shard; the index assigns {tensor} to it")
     return assigned
+
+
+def _is_left_over(index: Path) -> bool:
+    """True when none of the shards that the index names is there."""
+    try:
+        shards = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        return not any((index.parent / shard).is_file() for shard in shards)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return False  # damaged; `_weight_map` says how
 
 
 def _single_file(folder: Path) -> Path:

@@ -44,12 +44,16 @@ def read_tokenizer_dir(folder: Path) -> TokenizerFiles:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{path}: {error}") from error
-    config = _read_json(folder / "tokenizer_config.json")
+    config_path = folder / "tokenizer_config.json"
+    config = _read_json(config_path)
     named = {**_read_json(folder / "special_tokens_map.json"), **config}
-    special = {name: _content(named[name]) for name in SPECIAL_NAMES if named.get(name)}
-    _add_listed_tokens(backend, config.get("added_tokens_decoder") or {})
-    _mark_special(backend, special)
-    return TokenizerFiles(backend, special, _read_templates(folder, config))
+    try:
+        special = {name: _content(name, named[name]) for name in SPECIAL_NAMES if named.get(name)}
+        _add_listed_tokens(backend, config.get("added_tokens_decoder") or {})
+        _mark_special(backend, special)
+        return TokenizerFiles(backend, special, _read_templates(folder, config))
+    except ValueError as error:
+        raise ValueError(f"{config_path}: {error}") from error
 
 
 def write_tokenizer_dir(
@@ -88,17 +92,27 @@ def _read_json(path: Path) -> dict[str, Any]:
     return read
 
 
-def _content(token: Any) -> str:
+def _content(name: str, token: Any) -> str:
     """A special token is its text, or an object that holds its text."""
-    return token["content"] if isinstance(token, dict) else str(token)
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise ValueError(f"{name}: {token!r} is not a text or an object with one as content")
+    return text
 
 
-def _add_listed_tokens(backend: tokenizers.Tokenizer, listed: Mapping[str, Mapping[str, Any]]) -> None:
+def _add_listed_tokens(backend: tokenizers.Tokenizer, listed: Any) -> None:
     """Add the tokens that only `tokenizer_config.json` lists, which must get the ids it gives them."""
-    for index, token in sorted((int(index), token) for index, token in listed.items()):
+    if not isinstance(listed, dict) or not all(index.isdecimal() for index in listed):
+        raise ValueError("added_tokens_decoder: not an object that maps token ids to tokens")
+    for index, token in sorted(((int(index), token) for index, token in listed.items()), key=lambda pair: pair[0]):
+        if not isinstance(token, dict) or not isinstance(token.get("content"), str):
+            raise ValueError(f"added_tokens_decoder: id {index} is {token!r}, not an object with a text as content")
         if backend.token_to_id(token["content"]) is not None:
             continue
-        backend.add_tokens([AddedToken(**token)])
+        try:
+            backend.add_tokens([AddedToken(**token)])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"added_tokens_decoder: id {index} is {token!r}: {error}") from None
         became = backend.token_to_id(token["content"])
         if became != index:
             raise ValueError(f"added_tokens_decoder: {token['content']!r} is listed as id {index} and became {became}")
@@ -117,9 +131,21 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(written, str):
         written = {"default": written}
     elif isinstance(written, list):
-        written = {entry["name"]: entry["template"] for entry in written}
+        pairs = [(entry.get("name"), entry.get("template")) for entry in written if isinstance(entry, dict)]
+        if len(pairs) < len(written) or not all(isinstance(text, str) for pair in pairs for text in pair):
+            raise ValueError("chat_template: a list, but not one of objects with name and template")
+        written = dict(pairs)
+    elif not isinstance(written, dict) or not all(isinstance(text, str) for text in written.values()):
+        raise ValueError(f"chat_template: {type(written).__name__} is not a text or a list of named ones")
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
-    read = {name: path.read_bytes().decode("utf-8") for name, path in files.items()}
+    read = {name: _read_text(path) for name, path in files.items()}
     return read or dict(written)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")  # bytes: line ends are part of a template
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path.name} is not UTF-8: {error}") from None

@@ -107,6 +107,8 @@ def boot(args: argparse.Namespace) -> tuple[LoadedModel, Engine]:
         ModelError, ValueError, OSError: as `load_model`.
     """
     start = time.perf_counter()
+    for note in without_effect(args):
+        print(f"note: {note}", file=sys.stderr)
     set_threads(args.threads)
     with returned_at_once():
         weights, loaded, engine = _load_and_build(args)
@@ -175,6 +177,21 @@ def switches(args: argparse.Namespace) -> dict[str, bool]:
         "gather_rows": args.gather_rows,
         "compile_decode": args.compile,
     }
+
+
+def without_effect(args: argparse.Namespace) -> list[str]:
+    """A line for each option that was given and changes nothing beside the others."""
+    records = args.cuda_graphs or args.compile
+    warm = {"--warm-rows": args.warm_rows, "--warm-width": args.warm_width}
+    fast = {"--persistent-batch": args.persistent_batch, "--gather-rows": args.gather_rows, "--compile": args.compile}
+    if args.engine == "reference":
+        fast |= {**warm, "--half-kv": args.half_kv}
+        return [f"{name} has no effect: the reference engine has no batch" for name, given in fast.items() if given]
+    idle = {} if records else {name: given for name, given in warm.items() if given is not None}
+    notes = [f"{name} has no effect: with --no-cuda-graphs nothing is recorded" for name in idle]
+    if args.gather_rows and not args.cuda_graphs:
+        notes.append("--gather-rows only costs a copy a step: with --no-cuda-graphs nothing is replayed")
+    return notes
 
 
 def backend(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:

@@ -242,6 +242,23 @@ def test_the_command_line_chooses_the_backend(tiny, flags, kernels, half_weights
     assert chosen == {"kernels": kernels, "half_weights": half_weights, "half_kv": half_kv, "threads": threads}
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], []),
+        (["--warm-rows", "2", "--gather-rows"], []),
+        (["--no-cuda-graphs", "--compile", "--warm-rows", "2"], []),
+        (["--no-cuda-graphs", "--warm-rows", "2", "--warm-width", "9"], ["--warm-rows has no", "--warm-width has no"]),
+        (["--no-cuda-graphs", "--gather-rows"], ["--gather-rows only costs"]),
+        (["--engine", "reference", "--warm-rows", "2", "--half-kv"], ["--warm-rows has no", "--half-kv has no"]),
+        (["--engine", "reference", "--gather-rows", "--compile"], ["--gather-rows has no", "--compile has no"]),
+    ],
+)
+def test_options_that_change_nothing_are_told(flags, told) -> None:
+    notes = boot.without_effect(build_parser().parse_args(["serve", *flags]))
+    assert [note.startswith(start) for note, start in zip(notes, told, strict=True)] == [True] * len(told)
+
+
 def test_weights_are_not_held_beside_the_engines_own_and_the_line_says_what_runs(capsys) -> None:
     args = ["serve", "--model", "tiny-random", "--max-model-len", "64", "--max-batch-size", "2"]
     loaded, engine = boot.boot(build_parser().parse_args(args))

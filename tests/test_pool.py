@@ -35,7 +35,7 @@ def test_a_budget_buys_whole_blocks_and_no_more_than_the_rows_can_use(rows, bloc
     budget = blocks * block_size * SLOT_BYTES + min(spare, block_size * SLOT_BYTES - 1)
     most = rows * -(-TINY.max_positions // block_size)
     if min(blocks, most) * block_size < 2:
-        with pytest.raises(ValueError, match="max_model_len: .* is not at least 2"):
+        with pytest.raises(ValueError, match="kv_bytes: .* not at least 2; "):
             plan(max_batch_size=rows, block_size=block_size, kv_bytes=budget)
         return
     pool = plan(max_batch_size=rows, block_size=block_size, kv_bytes=budget)
@@ -51,7 +51,8 @@ def test_a_budget_buys_whole_blocks_and_no_more_than_the_rows_can_use(rows, bloc
     ("sizes", "words"),
     [
         ({"kv_bytes": 1 << 20, "num_blocks": 3}, "kv_bytes: .* give one"),
-        ({"num_blocks": 0}, "max_model_len: 0 tokens over 0 blocks"),
+        ({"num_blocks": 0}, "num_blocks: 0 of 16 tokens hold 0 tokens"),
+        ({"num_blocks": 4, "max_model_len": 1}, "max_model_len: 1 tokens is not at least 2"),
         ({"max_batch_size": 0, "num_blocks": 1}, "max_batch_size: 0 is not a positive integer"),
         ({"block_size": 0, "num_blocks": 1}, "block_size: 0 is not a positive integer"),
     ],

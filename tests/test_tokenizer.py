@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -326,6 +327,36 @@ def test_missing_and_broken_files_are_named(tmp_path: Path):
         Tokenizer.from_dir(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"9999": {"content": "<x>"}}}', "utf-8")
     with pytest.raises(ValueError, match="'<x>' is listed as id 9999 and became"):
+        Tokenizer.from_dir(tmp_path)
+
+
+DAMAGE = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 400) | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["content", "special", "name", "template", "258", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(key=st.sampled_from(["added_tokens_decoder", "bos_token", "chat_template"]), value=DAMAGE)
+def test_a_damaged_config_is_read_or_refused_by_its_path_and_key(tmp_path_factory, key: str, value: Any):
+    folder = tmp_path_factory.getbasetemp() / "damaged"
+    ByteTokenizer().save(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({key: value}), "utf-8")
+    try:
+        Tokenizer.from_dir(folder)
+        told = ""
+    except ValueError as error:
+        told = str(error)
+    assert not told or told.startswith(f"{folder / 'tokenizer_config.json'}: {key}: ")
+
+
+def test_a_template_that_is_not_utf_8_is_named(tmp_path: Path):
+    ByteTokenizer().save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8"):
         Tokenizer.from_dir(tmp_path)
 
 

@@ -216,6 +216,15 @@ def test_several_files_without_an_index_are_refused(tmp_path, weights):
         load_weights(tmp_path, TINY)
 
 
+def test_an_index_whose_shards_are_gone_does_not_hide_a_whole_file(tmp_path, weights):
+    write_shards(tmp_path, halved(as_checkpoint(weights)))
+    for name in ("a.safetensors", "b.safetensors"):
+        (tmp_path / name).unlink()
+    save_file(as_checkpoint(weights), tmp_path / "model.safetensors")
+    loaded = load_weights(tmp_path, TINY)
+    assert all(map(torch.equal, loaded.tensors(), weights.tensors()))
+
+
 def test_a_missing_shard_is_named(tmp_path, weights):
     write_shards(tmp_path, halved(as_checkpoint(weights)))
     (tmp_path / "b.safetensors").unlink()
