@@ -64,7 +64,6 @@ class BatchedPagedKVCache:
             max_batch_size=max_batch_size, max_model_len=self.max_model_len, device=device, gather=gather
         )
         self.tenancies = 0  # rows ever adopted
-        self.prefilled_tokens = 0  # tokens that entered a row by a prefill
         self.kernel_pool = kernel_pool
         # One tensor a layer: a write to layer 3 never makes a compiler believe that layer 4 moved.
         shape = (self.num_slots + 1, config.num_kv_heads, config.head_dim)
@@ -158,9 +157,10 @@ class BatchedPagedKVCache:
         """Count `tokens` more tokens of a row, a prefill's, mirror them, and return the slots of all its tokens."""
         table = self.tables[row]
         table.advance(tokens)
-        self.prefilled_tokens += tokens
-        self.slot_table.sync(self.tables, (row,))
-        return table.slots(0, table.length)
+        slots = table.slots(0, table.length)
+        # Only what is new: a prompt in many chunks would else be copied in once for each of them.
+        self.slot_table.extend(row, slots[self.slot_table.length(row) :])
+        return slots
 
     def reset_row(self, row: int) -> list[int]:
         """Forget a row's tenant and return its blocks, still owned. Nothing is cleared: lengths mask old K/V."""

@@ -127,12 +127,12 @@ def _sequence(arrival: int, prompt_tokens: int, gen: int) -> Sequence:
 
 
 def _compute(output: SchedulerOutput, cache: BatchedPagedKVCache) -> int:
-    """What the forwards would do to the tables: newcomers store all their tokens, the others one each.
+    """What the forwards would do to the tables: chunks store all their tokens, the others one each.
 
     Returns the cells of the decode step's rectangle.
     """
-    for row, sequence in zip(output.admitted_rows, output.admitted, strict=True):
-        cache.advance_row(row, len(sequence.tokens))
+    for chunk in output.chunks:
+        cache.advance_row(chunk.row, chunk.count)
     if not output.decode_rows:
         return 0
     plan = plan_decode(

@@ -1,8 +1,8 @@
 """The engine to run: many requests in one batch, over one block pool, one token a request and step.
 
-It owns the parts and the order in which they act; what each does is in its own module. Newcomers are prefilled in
-the step that admits them, which gives their first token, and join the decode batch in the next one. It keeps the
-`Engine` protocol of `reference.request`; it knows no text, no clock and no socket.
+It owns the parts and the order in which they act; what each does is in its own module. A prompt is prefilled in chunks
+from the step that admits it; its last chunk gives the first token, and it decodes from there. It keeps the `Engine`
+protocol of `reference.request`; it knows no text, no clock and no socket.
 
 Gates: gates.engine. Proof: tests/test_fast_engine.py. Story: engine.
 """
@@ -13,31 +13,28 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from fast.audit import Audit
 from fast.backend import AnyForward, KernelBackend, build_backend, facts_of
 from fast.cache import BatchedPagedKVCache
 from fast.capture import Recorder
+from fast.chunk import PlannedChunk
 from fast.compact import RowCompactor, RowMove
 from fast.compiled import DEFAULT_BACKEND
 from fast.decode import DEFAULT_WIDTH_MULTIPLE, DecodePath
-from fast.model import Chunk
 from fast.pool import KVPoolPlan, plan_pool
+from fast.prefill import PrefillPath
 from fast.recheck import Recheck
 from fast.record import Mark, StepRecord, StepRecorder, unheard
 from fast.rows import Rows, Sequence, random_seed
 from fast.sampling import Sampled, sample_rows
-from fast.scheduler import Scheduler, SchedulerOutput
+from fast.scheduler import Scheduler
 from fast.warmup import WarmupReport
 from gates import FULL, enabled
-from gates.blocks import check_tables_cover
-from gates.engine import check_ends_once, check_gauges, check_tokens_cached, check_within_limits
-from gates.plan import check_rebuild_bounded
+from gates.engine import check_gauges, check_within_limits
 from gates.sampling import check_end_allowed
-from gates.scheduler import check_decode_room, check_rows_follow_requests, check_vacated_rows_neutral
-from gates.slots import check_resyncs_bounded
 from reference import request as contract
 from reference.config import ModelConfig
 from reference.request import Completion, Event, Request, validate_submit
@@ -55,12 +52,14 @@ class Engine:
         decode: DecodePath | None = None,
         compactor: RowCompactor | None = None,
         pool_plan: KVPoolPlan | None = None,
+        chunk_tokens: int | None = None,
         seed_source: Callable[[], int] = random_seed,
     ) -> None:
         self.config = forward.config
         self.forward = forward
         self.cache = cache
         self.decode = decode or DecodePath(forward, cache)
+        self.prefill = PrefillPath(forward, cache)
         self.pool_plan = pool_plan
         self.recheck = Recheck(forward, cache, every=0)
         self.rows = Rows(cache.max_batch_size)
@@ -69,11 +68,13 @@ class Engine:
             compactor=compactor,
             on_admit=self.rows.admit,
             on_release=self.rows.release,
-            snapshot=self._snapshot,
+            snapshot=lambda: self.audit.snapshot(),
+            chunk_tokens=chunk_tokens,
         )
+        self.audit = Audit(cache, self.scheduler, self.rows, self.prefill, self.decode)
         if compactor is not None:
             compactor.on_move = self._move_row
-        self.prefill_tokens = self.steps = 0
+        self.steps = 0
         self._seed_source = seed_source
         self._open: dict[str, Sequence] = {}  # every request whose last event is still to come
         self._aborted: list[str] = []  # ended, but the next step is yet to say so
@@ -91,6 +92,7 @@ class Engine:
         num_blocks: int | None = None,
         kv_bytes: int | None = None,
         max_model_len: int | None = None,
+        chunk_tokens: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         bucket_decode: bool = False,
@@ -114,8 +116,9 @@ class Engine:
 
         `compact_rows` moves survivors into holes, `gather_rows` reads rows where they are through a fixed buffer.
         `kernels` computes on the CPU kernels (compiled here), whose weights and K/V are float32 unless told, and whose
-        width has one bucket. `take_weights` empties `weights`, so that the model is in memory once. The other
-        switches are `DecodePath`'s; a captured or compiled path is to be warmed (`warm_decode`) first.
+        width has one bucket. `take_weights` empties `weights`, so that the model is in memory once. `chunk_tokens` is
+        what a step computes at most (512, or a token a row). The other switches are `DecodePath`'s; a captured or
+        compiled path is to be warmed (`warm_decode`) first.
 
         Raises:
             ValueError: a limit is out of range, the pool holds nobody, or switches contradict each other.
@@ -128,19 +131,13 @@ class Engine:
         how: dict[str, Any] = {"dtype": dtype, "device": device, "gather": gather_rows, "kernels": kernels}
         how |= {"half_weights": half_weights, "half_kv": half_kv, "threads": threads, "take_weights": take_weights}
         made = build_backend(config, weights, pool_plan, **how)
-        decode = DecodePath(
-            *made,
-            bucket_decode=bucket_decode,
-            persist_inputs=persist_inputs,
-            capture_decode=capture_decode,
-            record_on_miss=record_on_miss,
-            compile_decode=compile_decode,
-            compile_backend=compile_backend,
-            width_multiple=width_multiple,
-            recorder=recorder,
-        )
+        switches: dict[str, Any] = {"bucket_decode": bucket_decode, "persist_inputs": persist_inputs}
+        switches |= {"capture_decode": capture_decode, "record_on_miss": record_on_miss, "recorder": recorder}
+        switches |= {"compile_decode": compile_decode, "compile_backend": compile_backend}
+        decode = DecodePath(*made, width_multiple=width_multiple, **switches)
         rows = RowCompactor("compact" if compact_rows else "gather" if gather_rows else "free")
-        return cls(*made, decode=decode, compactor=rows, pool_plan=pool_plan, seed_source=seed_source)
+        kept: dict[str, Any] = {"pool_plan": pool_plan, "chunk_tokens": chunk_tokens, "seed_source": seed_source}
+        return cls(*made, decode=decode, compactor=rows, **kept)
 
     @property
     def max_model_len(self) -> int:
@@ -188,7 +185,7 @@ class Engine:
             self._aborted.append(request_id)
 
     def step(self) -> list[Event]:
-        """One token for each request that has a row."""
+        """One token for each row that decodes, and for each whose prompt is computed whole."""
         if self._recorder is None:
             return self._step(unheard)
         return self._recorder.record(self._step, number=self.steps + 1)
@@ -220,6 +217,7 @@ class Engine:
             "backend": facts_of(self.forward),
             "max_model_len": self.max_model_len,
             "rows": "free" if compactor is None else compactor.mode,
+            "chunk_tokens": self.scheduler.chunk_tokens,
             "pool": None if self.pool_plan is None else self.pool_plan.as_dict(),
             "decode": self.decode.describe(),
         }
@@ -238,7 +236,7 @@ class Engine:
             "num_blocks": self.cache.allocator.num_blocks,
             "preemptions": self.scheduler.preemptions,
             "steps": self.steps,
-            "prefill_tokens": self.prefill_tokens,
+            "prefill_tokens": self.prefill.tokens,
             "rechecked": self.recheck.checked,
             "moves": 0 if self.scheduler.compactor is None else self.scheduler.compactor.moves,
             **self.decode.stats(),
@@ -261,16 +259,16 @@ class Engine:
         self._aborted.clear()
         # 2. Who runs: grow, compact, admit.
         output = self.scheduler.schedule()
-        self._check_schedule(output)
+        self.audit.schedule(output)
         mark("schedule", output)
+        # 3. Prompts compute their next chunk (and those that were preempted, their answer so far).
+        parts = [self._prefill(output.chunks)] if output.chunks else []
+        mark("prefill")
+        # 4. Those whose last token alone is to be computed do that.
+        parts += [self._decode(output.decode_rows)] if output.decode_rows else []
+        mark("decode")
         if output.rows:
-            # 3. Newcomers compute their whole prompt (and answer, when they were preempted).
-            parts = [self._prefill(output)] if output.admitted else []
-            mark("prefill")
-            # 4. Those that were running already compute their last token.
-            parts += [self._decode(output.decode_rows)] if output.decode_rows else []
-            mark("decode")
-            # 5. Every row chooses its next token at once; most steps have one part, which is not copied.
+            # 5. Every row that is up to date chooses its next token; most steps have one part, which is not copied.
             sampled = self._sample(parts[0] if len(parts) == 1 else torch.cat(parts), output.rows)
             mark("sample")
             # 6. Tokens join their sequences; rows and blocks of those that ended are free again.
@@ -281,7 +279,7 @@ class Engine:
             if event.finish_reason is not None:
                 del self._open[event.request_id]
                 self.recheck.ended(event.request_id, event.finish_reason)
-        self._check_step(events, open_before)
+        self.audit.step(events, open_before=open_before, open_after=self._open_among(events))
         mark("commit")
         return events
 
@@ -289,41 +287,15 @@ class Engine:
         self.cache.move_row(src=move.src, dst=move.dst)
         self.rows.move(src=move.src, dst=move.dst)
 
-    def _snapshot(self) -> dict[int, dict[str, object]]:
-        """All that each occupied row owns, as plain values that no later move can change."""
-        table = self.cache.slot_table
-        owned: dict[int, dict[str, object]] = {}
-        for row, sequence in self.scheduler.running.items():
-            columns = {c.name: getattr(self.rows, c.name)[row] for c in self.rows.columns()}
-            owned[row] = {
-                "id": sequence.request.id,
-                "tokens": tuple(sequence.tokens),
-                "blocks": tuple(self.cache.tables[row].blocks),
-                "slots": tuple(table.slots[row, : table.length(row)].tolist()),
-                **{name: v.item() if isinstance(v, np.generic) else id(v) for name, v in columns.items()},
-            }
-        return owned
-
-    def _prefill(self, output: SchedulerOutput) -> Tensor:  # [A, V]
-        chunks = []
-        for row, sequence in zip(output.admitted_rows, output.admitted, strict=True):
-            slots = self.cache.advance_row(row, len(sequence.tokens))
-            chunks.append(Chunk(0, tuple(sequence.tokens), tuple(slots)))
-            self.prefill_tokens += len(slots)
-        return self.forward.prefill(chunks, self.cache)
+    def _prefill(self, chunks: tuple[PlannedChunk, ...]) -> Tensor:  # [E, V]
+        return self.prefill.run(chunks)
 
     def _decode(self, rows: tuple[int, ...]) -> Tensor:  # [R, V]
         return self.decode.run(rows, [self.scheduler.running[row].tokens[-1] for row in rows])
 
     def _sample(self, logits: Tensor, rows: tuple[int, ...]) -> Sampled:  # [R, V]
-        # Two counts of the same thing that cannot lean on each other: K/V stored, and tokens the request holds.
+        self.audit.before_sampling(rows)
         stored = [self.cache.tables[row].length for row in rows]
-        known = [len(self.scheduler.running[row].tokens) for row in rows]
-        check_tokens_cached(cached_tokens=stored, known_tokens=known)
-        check_rows_follow_requests(
-            rows={row: sequence.request.id for row, sequence in self.scheduler.running.items()},
-            state={row: self.rows.request_id(row) for row in self.scheduler.running},
-        )
         self.recheck.saw([self.scheduler.running[row] for row in rows], logits)
         highest = self.forward.highest if isinstance(self.forward, KernelBackend) else None
         return sample_rows(logits, self.rows, index=rows, positions=stored, highest=highest)
@@ -361,35 +333,6 @@ class Engine:
             least = 0 if over else sequence.request.params.min_tokens
             check_end_allowed(output_tokens=sequence.num_generated, min_tokens=least)
         return reason
-
-    def _check_schedule(self, output: SchedulerOutput) -> None:
-        tables = [self.cache.tables[row] for row in output.decode_rows]
-        check_decode_room(lengths=[table.length for table in tables], capacities=[table.capacity for table in tables])
-        self.cache.check_blocks()
-
-    def _check_step(self, events: list[Event], open_before: set[str]) -> None:
-        check_ends_once(
-            events=[(event.request_id, event.finish_reason) for event in events],
-            open_before=open_before,
-            open_after=self._open_among(events),
-        )
-        check_tables_cover(
-            lengths=[table.length for table in self.cache.tables],
-            blocks_held=[len(table.blocks) for table in self.cache.tables],
-            block_size=self.cache.block_size,
-        )
-        self.cache.check_blocks()
-        slot_table = self.cache.slot_table
-        check_resyncs_bounded(resyncs=slot_table.resyncs, tenancies=self.cache.tenancies)
-        check_rebuild_bounded(
-            cells_written=slot_table.written_cells,
-            tokens_appended=self.cache.prefilled_tokens + slot_table.appended_cells,
-        )
-        if enabled(FULL):
-            check_vacated_rows_neutral(
-                dirty={row: self.rows.dirty_columns(row) for row in self.scheduler.free_rows},
-                total=self.cache.max_batch_size,
-            )
 
     def _open_among(self, events: list[Event]) -> set[str]:
         """The open requests that the gate sees: all at full, else those that spoke, for a queue can be long."""

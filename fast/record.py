@@ -36,10 +36,12 @@ class StepRecord:
     step: int  # 1-based, the engine's own count
     at_us: int = 0  # microseconds between the recorder's start and the step's
     submitted: tuple[Request, ...] = ()  # since the record before, each with the seed it draws with
-    admitted: tuple[tuple[int, str, int], ...] = ()  # (row, request id, tokens its prefill computes)
+    admitted: tuple[tuple[int, str, int], ...] = ()  # (row, request id, tokens it has to compute)
     preempted: tuple[str, ...] = ()  # in the order they lost their rows
     moves: tuple[tuple[int, int], ...] = ()  # (src, dst)
+    chunks: tuple[tuple[int, int, int], ...] = ()  # (row, first token, tokens) of each prompt computed further
     decode_rows: tuple[int, ...] = ()
+    idle_rows: tuple[int, ...] = ()  # rows in use that compute nothing: their prompts wait for a share of the budget
     rows: Mapping[int, str] | None = None  # row -> request id
     waiting: int = 0
     bucket: tuple[int, int] | None = None  # (rows, width) the decode was padded to
@@ -132,9 +134,12 @@ class StepRecorder:
         blocks = {row: tuple(table.blocks) for row, table in enumerate(self._cache.tables) if table.blocks}
         full = self._records % FULL_EVERY == 0
         pairs = zip(output.admitted_rows, output.admitted, strict=True)
+        computing = {chunk.row for chunk in output.chunks} | set(output.decode_rows)
         draft = replace(
             self._draft,
             admitted=tuple((row, sequence.request.id, len(sequence.tokens)) for row, sequence in pairs),
+            chunks=tuple((chunk.row, chunk.start, chunk.count) for chunk in output.chunks),
+            idle_rows=tuple(row for row in rows if row not in computing),
             preempted=tuple(sequence.request.id for sequence in output.preempted),
             moves=tuple((move.src, move.dst) for move in output.moves),
             decode_rows=output.decode_rows,

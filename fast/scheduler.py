@@ -4,9 +4,12 @@ Growing comes first since it may preempt, which vacates rows halfway through; co
 comes before admission so that a newcomer never lands in a hole that a survivor should fill. Requests run in order of
 arrival: the latest arrival is preempted when the pool is dry, goes back to the front of the queue, and is computed
 again from its prompt and answer. The earliest arrival is never preempted by a later one, so every step brings it
-closer to its end: there is no livelock. The scheduler knows blocks and rows, and neither tensors nor tokens' values.
+closer to its end: there is no livelock. A row whose last token alone is to be computed decodes; the others share what
+the decoding ones leave of the step's budget (`fast.chunk`). An admitted sequence has blocks for all its tokens at once,
+so no prompt begins that the pool cannot hold. The scheduler knows blocks and rows, and neither tensors nor what tokens
+say.
 
-Gates: gates.scheduler. Proof: tests/test_scheduler.py. Story: scheduler.
+Gates: gates.scheduler, gates.chunk. Proof: tests/test_scheduler.py, tests/test_chunk.py. Story: scheduler.
 """
 
 from __future__ import annotations
@@ -17,37 +20,37 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fast.cache import BatchedPagedKVCache
+from fast.chunk import DEFAULT_CHUNK_TOKENS, PlannedChunk, share_budget
 from fast.compact import RowCompactor, RowMove
 from fast.rows import Sequence
 from gates.blocks import check_blocks_conserved
+from gates.chunk import check_budget_kept, check_chunks_shared
 from gates.compact import check_compaction_right, check_moves_amortised
 from gates.core import FULL, enabled
 from gates.scheduler import (
     check_earliest_kept,
     check_preempted_wait,
-    check_prefill_bounded,
     check_queue_order,
     check_rows_accounted,
 )
 from gates.slots import check_vacated_unmirrored
 
-DEFAULT_PREFILL_TOKENS = 2048  # of one step; some seconds of a CPU
-
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step's schedule. Newcomers are prefilled and are not among this step's decode rows."""
+    """One step's schedule. No row has a chunk and decodes; a row without either waits for its share of a budget."""
 
     admitted: tuple[Sequence, ...]  # in order of arrival
     admitted_rows: tuple[int, ...]  # the row of each
     decode_rows: tuple[int, ...]  # ascending
+    chunks: tuple[PlannedChunk, ...] = ()  # in order of arrival
     preempted: tuple[Sequence, ...] = ()
     moves: tuple[RowMove, ...] = ()  # in the order they were applied
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Every row that computes in this step: newcomers first, then the decoding ones."""
-        return self.admitted_rows + self.decode_rows
+        """Every row that gets a token in this step: those whose last chunk is computed, then the decoding ones."""
+        return tuple([chunk.row for chunk in self.chunks if chunk.ends]) + self.decode_rows
 
 
 class Scheduler:
@@ -55,8 +58,11 @@ class Scheduler:
 
     `on_admit(row, sequence)` and `on_release(row)` let the owner keep per-row state in step with the rows. The
     `compactor` is plugged in by the owner; without one, rows stay where they were handed out. `snapshot` copies all
-    that each occupied row owns as plain values, by column name, for the gate around a compaction. One step admits
-    newcomers of `max_prefill_tokens` tokens in all, or one that alone is longer: everybody else waits for a prefill.
+    that each occupied row owns as plain values, by column name, for the gate around a compaction. One step computes
+    `chunk_tokens` tokens at most, which is a token for each row at least.
+
+    Raises:
+        ValueError: `chunk_tokens` is less than the number of rows.
     """
 
     def __init__(
@@ -67,10 +73,13 @@ class Scheduler:
         on_admit: Callable[[int, Sequence], None] | None = None,
         on_release: Callable[[int], None] | None = None,
         snapshot: Callable[[], Mapping[int, Mapping[str, object]]] | None = None,
-        max_prefill_tokens: int = DEFAULT_PREFILL_TOKENS,
+        chunk_tokens: int | None = None,
     ) -> None:
+        rows = cache.max_batch_size
+        if chunk_tokens is not None and chunk_tokens < rows:
+            raise ValueError(f"chunk_tokens: {chunk_tokens} is not at least {rows}, a token a step for each row")
         self.cache = cache
-        self.max_prefill_tokens = max_prefill_tokens
+        self.chunk_tokens = max(DEFAULT_CHUNK_TOKENS, rows) if chunk_tokens is None else chunk_tokens
         self.compactor = compactor
         self.on_admit = on_admit
         self.on_release = on_release
@@ -101,9 +110,11 @@ class Scheduler:
         preempted = self._grow()
         # 2. Compact: the survivors become rows 0..n-1. Never mid-step: a recording reads the row a move copies into.
         moves = self._compact()
-        decode_rows = tuple(sorted(self.running))
+        decode_rows = tuple(sorted(row for row in self.running if self._pending(row) == 1))
         # 3. Admit. Not after a preemption: what it freed is owed to the rows that grow.
         admitted = () if preempted else self._admit()
+        # 4. Share what the decoding rows leave of the budget.
+        chunks = self._chunk(decode_rows)
         check_queue_order(
             running=[sequence.arrival for sequence in self.running.values()],
             waiting=self._waiting_arrivals(),
@@ -112,7 +123,7 @@ class Scheduler:
         check_preempted_wait(preempted=[s.arrival for s in preempted], admitted=[s.arrival for s in admitted])
         self._check_storage()
         admitted_rows = tuple(sequence.row for sequence in admitted if sequence.row is not None)
-        return SchedulerOutput(admitted, admitted_rows, decode_rows, preempted, moves)
+        return SchedulerOutput(admitted, admitted_rows, decode_rows, chunks, preempted, moves)
 
     def release(self, sequence: Sequence) -> None:
         """Take a running or waiting sequence out: its row and blocks are free when this returns."""
@@ -175,19 +186,35 @@ class Scheduler:
 
     def _admit(self) -> tuple[Sequence, ...]:
         admitted: list[Sequence] = []
-        tokens = 0
         while self.waiting and self._free_rows:
             head = self.waiting[0]
-            tokens += len(head.tokens)
-            if admitted and tokens > self.max_prefill_tokens:
-                break  # those who run already wait for no more than this between two tokens
             if -(-len(head.tokens) // self.cache.block_size) > self.cache.allocator.num_free:
                 break  # nobody jumps the head: a smaller request behind it waits too
             self.waiting.popleft()
             self._seat(head, heapq.heappop(self._free_rows))
             admitted.append(head)
-        check_prefill_bounded(prefills=[len(one.tokens) for one in admitted], budget=self.max_prefill_tokens)
         return tuple(admitted)
+
+    def _pending(self, row: int) -> int:
+        """Tokens of a running row that are known and not computed."""
+        return len(self.running[row].tokens) - self.cache.tables[row].length
+
+    def _chunk(self, decode_rows: tuple[int, ...]) -> tuple[PlannedChunk, ...]:
+        decoding = set(decode_rows)
+        waiting = sorted(
+            (row for row in self.running if row not in decoding), key=lambda row: self.running[row].arrival
+        )
+        pending = [self._pending(row) for row in waiting]
+        left = self.chunk_tokens - len(decode_rows)
+        counts = share_budget(pending, left)
+        check_chunks_shared(pending=pending, counts=counts, budget=left)
+        check_budget_kept(decode_rows=len(decode_rows), chunks=counts, budget=self.chunk_tokens)
+        chunks = []
+        for row, count, total in zip(waiting, counts, pending, strict=True):
+            if count:
+                start = self.cache.tables[row].length
+                chunks.append(PlannedChunk(row, self.running[row], start, count, ends=count == total))
+        return tuple(chunks)
 
     def _seat(self, sequence: Sequence, row: int) -> None:
         self.cache.adopt_row(row, [])

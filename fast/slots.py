@@ -156,11 +156,13 @@ class SlotTable:
         """Write one slot a row, each at its row's own next column: one vectorised write, all rows or none.
 
         Raises:
-            ValueError: a row is named twice, or is full; nothing was written.
+            ValueError: a row is named twice, or is full, or a slot is negative; nothing was written.
         """
         lengths, width = self._lengths, self.max_model_len
         if len(set(rows)) != len(rows) or len(rows) != len(slots):
             raise ValueError(f"append: {len(slots)} slots for rows {tuple(rows)}; each row takes exactly one")
+        if slots and min(slots) < 0:
+            raise ValueError(f"append: slot {min(slots)} is negative; a read would wrap it onto a stranger's token")
         full = [row for row in rows if lengths[row] >= width]
         if full:
             raise ValueError(f"append: rows {full} already hold {width} tokens, all that a row can")
@@ -168,6 +170,24 @@ class SlotTable:
         for row in rows:
             lengths[row] += 1
         self.appended_cells += len(rows)
+
+    def extend(self, row: int, slots: Sequence[int]) -> None:
+        """Write the slots of one row's next tokens, a prefill's: as many cells as there are new tokens.
+
+        Raises:
+            ValueError: the row cannot hold them, or a slot is negative; nothing was written.
+        """
+        start = self._lengths[row]
+        stop = start + len(slots)
+        if stop > self.max_model_len or min(slots, default=0) < 0:
+            raise ValueError(f"extend: row {row} of {self.max_model_len} takes {len(slots)} slots after {start}")
+        if self._host is not None:
+            at = row * self.max_model_len
+            self._host[at + start : at + stop] = slots
+        else:
+            self.slots[row, start:stop].copy_(stage(slots, self.slots.device))
+        self._lengths[row] = stop
+        self.appended_cells += len(slots)
 
     def resync(self, table: BlockTable, row: int) -> None:
         """Copy a whole row in from its block table: once a tenant, O(length).

@@ -44,8 +44,13 @@ def check_owned_once(*, tables: Mapping[int, Sequence[int]] | Mapping[str, Seque
 
 
 @gate("blocks.tables_cover")
-def check_tables_cover(*, lengths: Sequence[int], blocks_held: Sequence[int], block_size: int) -> None:
-    """Each table's blocks hold its tokens, and it keeps at most one block (reserved for the next token) beyond them."""
+def check_tables_cover(
+    *, lengths: Sequence[int], blocks_held: Sequence[int], block_size: int, known: Sequence[int] | None = None
+) -> None:
+    """Each table's blocks hold its tokens, and it keeps at most one block (reserved for the next token) beyond them.
+
+    `known` are the tokens that each table is to hold once its prompt is computed, which has its blocks from the start.
+    """
     require(len(lengths) == len(blocks_held), f"{len(lengths)} lengths for {len(blocks_held)} tables")
     needed = [-(-length // block_size) for length in lengths]
     short = [row for row, (held, need) in enumerate(zip(blocks_held, needed, strict=True)) if held < need]
@@ -53,10 +58,12 @@ def check_tables_cover(*, lengths: Sequence[int], blocks_held: Sequence[int], bl
         row = short[0]
         fact = f"{blocks_held[row]} blocks of {block_size} hold {blocks_held[row] * block_size} tokens"
         require_rows(short, len(lengths), f"{fact}, the table counts {lengths[row]}")
-    hoards = [row for row, (held, need) in enumerate(zip(blocks_held, needed, strict=True)) if held > need + 1]
+    most = needed if known is None else [max(need, -(-k // block_size)) for need, k in zip(needed, known, strict=True)]
+    hoards = [row for row, (held, need) in enumerate(zip(blocks_held, most, strict=True)) if held > need + 1]
     if hoards:
         row = hoards[0]
-        fact = f"{blocks_held[row]} blocks held, {lengths[row]} tokens need {needed[row]} and one may be reserved"
+        tokens = lengths[row] if known is None else max(lengths[row], known[row])
+        fact = f"{blocks_held[row]} blocks held, {tokens} tokens need {most[row]} and one may be reserved"
         require_rows(hoards, len(lengths), fact)
 
 

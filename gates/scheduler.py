@@ -77,13 +77,3 @@ def check_vacated_rows_neutral(*, dirty: Mapping[int, Sequence[str]], total: int
     rows = sorted(row for row, columns in dirty.items() if columns)
     if rows:
         require_rows(rows, total, f"empty row {rows[0]} still holds {', '.join(dirty[rows[0]])}")
-
-
-@gate("scheduler.prefill_bounded")
-def check_prefill_bounded(*, prefills: Sequence[int], budget: int) -> None:
-    """The newcomers of one step have `budget` prompt tokens in all, or there is one alone: nobody waits for more."""
-    total = sum(prefills)
-    require(
-        total <= budget or len(prefills) == 1,
-        f"{len(prefills)} newcomers of {total:,} tokens in one step, the budget is {budget:,}",
-    )

@@ -65,12 +65,17 @@ def check_queue_counted(*, queue: Sequence[str], waiting: int) -> None:
 
 
 @gate("trace.decode_rows", at=CHEAP)
-def check_decode_rows(*, decode_rows: Sequence[int], admitted: Sequence[int], rows: Set[int]) -> None:
-    """Every row in use is prefilled or decodes in a step, and none does both."""
-    both = sorted(set(decode_rows) & set(admitted))
+def check_decode_rows(
+    *, decode_rows: Sequence[int], chunk_rows: Sequence[int], idle_rows: Sequence[int], rows: Set[int]
+) -> None:
+    """Every row in use has a chunk, decodes, or is told to be idle in a step, and none is two of these."""
+    both = sorted(set(decode_rows) & set(chunk_rows))
     require(not both, f"row {both[:1]} is prefilled and decodes in one step")
-    computed = set(decode_rows) | set(admitted)
-    require(computed == rows, f"rows {sorted(computed)} compute, rows {sorted(rows)} are in use")
+    computed = set(decode_rows) | set(chunk_rows)
+    wrong = sorted(computed & set(idle_rows))
+    require(not wrong, f"row {wrong[:1]} computes and is told to be idle")
+    fact = f"rows {sorted(computed)} compute, rows {sorted(idle_rows)} are idle, rows {sorted(rows)} are in use"
+    require(computed | set(idle_rows) == rows, fact)
 
 
 @gate("trace.events_of_open", at=CHEAP)

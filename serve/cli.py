@@ -94,6 +94,12 @@ def _engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-size", type=integer(1, 1024), default=16, metavar="S", help="default: 16 tokens")
     parser.add_argument("--kv-cache-memory", type=num_bytes, default=2**30, metavar="SIZE", help="default: 1GiB")
     parser.add_argument("--max-model-len", type=integer(1), metavar="T", help="tokens; default: what the model allows")
+    parser.add_argument(
+        "--chunk-tokens",
+        type=integer(1),
+        metavar="T",
+        help="most tokens of one step, decoding rows first; default: 512",
+    )
     parser.add_argument("--threads", type=integer(1, 1024), metavar="N", help="CPU threads; default: physical cores")
     parser.add_argument(
         "--recheck-every",

@@ -25,7 +25,7 @@ from serve.options import UsageError
 if TYPE_CHECKING:
     from reference.config import ModelConfig
 
-FORMAT = 1
+FORMAT = 2
 log = logging.getLogger(__name__)
 
 

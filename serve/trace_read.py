@@ -42,11 +42,13 @@ class TraceStep:
     step: int
     at_us: int  # microseconds since tracing began
     submitted: tuple[Request, ...]
-    admitted: tuple[tuple[int, str, int], ...]  # (row, request id, tokens prefilled)
+    admitted: tuple[tuple[int, str, int], ...]  # (row, request id, tokens to be computed)
     preempted: tuple[str, ...]
     moves: tuple[tuple[int, int], ...]  # (src, dst)
     queue: tuple[str, ...]  # who still waits after the schedule, in order
+    chunks: tuple[tuple[int, int, int], ...]  # (row, first token, tokens)
     decode_rows: tuple[int, ...]
+    idle_rows: tuple[int, ...]
     rows: dict[int, str]  # row -> request id
     bucket: tuple[int, int] | None
     replayed: bool
@@ -157,7 +159,9 @@ class _Running:
             preempted=preempted,
             moves=tuple((src, dst) for src, dst in line.get("moves", ())),
             queue=tuple(self.queue),
+            chunks=tuple((row, start, count) for row, start, count in line.get("chunks", ())),
             decode_rows=tuple(line.get("decode_rows", ())),
+            idle_rows=tuple(line.get("idle_rows", ())),
             rows=rows,
             bucket=None if bucket is None else (bucket[0], bucket[1]),
             replayed=line["replayed"],
@@ -186,7 +190,10 @@ class _Running:
             after=step.rows,
         )
         check_decode_rows(
-            decode_rows=step.decode_rows, admitted=[row for row, _, _ in step.admitted], rows=step.rows.keys()
+            decode_rows=step.decode_rows,
+            chunk_rows=[row for row, _, _ in step.chunks],
+            idle_rows=step.idle_rows,
+            rows=step.rows.keys(),
         )
         check_step_explained(
             decode_rows=step.decode_rows, bucket=step.bucket, replayed=step.replayed, reason=step.reason

@@ -59,6 +59,7 @@ def step_lines(step: TraceStep, *, num_blocks: int) -> list[str]:
         ("admitted", _join(f"row {row} <- {_name(name)} ({tokens} tokens)" for row, name, tokens in step.admitted)),
         ("queue", _join(_name(name) for name in step.queue)),
         ("rows", _join(f"{row} {_name(name)}" for row, name in sorted(step.rows.items()))),
+        ("prefill", _join(f"row {row}: {count} tokens from {start}" for row, start, count in step.chunks)),
         ("decode", _decode(step)),
         ("pool", _pool(step, num_blocks)),
         ("events", _join(_event(*event) for event in step.events)),
@@ -109,7 +110,7 @@ class Totals:
             self.decode_steps += 1
             self.replayed += step.replayed
             self.eager.update([step.reason] if step.reason else [])
-        self.prefilled += sum(tokens for _, _, tokens in step.admitted)
+        self.prefilled += sum(count for _, _, count in step.chunks)
         self.tokens += sum(token is not None for _, token, _ in step.events)
         self.submitted += len(step.submitted)
         self.endings.update(reason for _, _, reason in step.events if reason is not None)

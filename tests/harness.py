@@ -107,6 +107,7 @@ def engine_of(trace: Trace) -> Engine:
         num_blocks=trace.num_blocks,
         max_model_len=trace.max_model_len,
         width_multiple=trace.width_multiple,
+        chunk_tokens=trace.chunk_tokens,
         dtype=getattr(torch, trace.dtype),
         seed_source=lambda: UNNAMED_SEED,
         **arm.switches,

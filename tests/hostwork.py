@@ -85,7 +85,7 @@ def decoding(
         decode=path,
         compactor=RowCompactor("compact"),
     )
-    engine.scheduler.max_prefill_tokens = rows * context  # all of them in one step, which costs nothing here
+    engine.scheduler.chunk_tokens = rows * context  # all of them in one step, which costs nothing here
     if switches:
         engine.warm_decode()
     with fixed_sampler():

@@ -196,7 +196,7 @@ def test_every_engine_option_reaches_the_engine(command: str, monkeypatch: pytes
     options = ["--model", "tiny-random", "--engine", "fast", "--max-batch-size", "3", "--block-size", "7"]
     options += ["--kv-cache-memory", "1MiB", "--max-model-len", "99", "--dtype", "float64", "--threads", str(threads)]
     options += ["--no-cuda-graphs", "--persistent-batch", "--warm-rows", "2", "--warm-width", "32"]
-    options += ["--width-multiple", "16"]
+    options += ["--width-multiple", "16", "--chunk-tokens", "77"]
     prompt = ["--prompt", "x"] if command == "generate" else []
     with pytest.raises(ZeroDivisionError):
         boot.boot(build_parser().parse_args([command, *options, *prompt]))
@@ -206,6 +206,7 @@ def test_every_engine_option_reaches_the_engine(command: str, monkeypatch: pytes
         "block_size": 7,
         "kv_cache_bytes": 2**20,
         "max_model_len": 99,
+        "chunk_tokens": 77,
         "dtype": torch.float64,
         "width_multiple": 16,
         "warm_rows": 2,

@@ -285,7 +285,7 @@ def test_gate_rejects_a_prefill_that_counts_one_token_too_few(monkeypatch: pytes
     monkeypatch.setattr(BatchedPagedKVCache, "advance_row", miscounts)
     engine = tiny_engine(num_blocks=8)
     engine.submit(Request((5, 6, 7), GREEDY, "short"))
-    with pytest.raises(GateError, match="K/V of 2 tokens computed, its request holds 3"):
+    with pytest.raises(GateError, match="row 0 computes tokens 0..2, its block table holds 2 with them"):
         engine.step()
 
 

@@ -226,7 +226,7 @@ def test_an_answer_cut_by_an_abort_must_begin_the_references():
 
 
 def test_an_engine_that_fails_in_a_step_is_reported_with_the_program(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Engine, "_prefill", lambda engine, output: 1 / 0)
+    monkeypatch.setattr(Engine, "_prefill", lambda engine, chunks: 1 / 0)
     with pytest.raises(LockstepError, match="^step 0: ZeroDivisionError: ") as caught:
         lockstep(_one(_greedy(6)))
     assert "Request((7, 8, 9), SamplingParams(max_tokens=6" in caught.value.program

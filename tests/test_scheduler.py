@@ -21,14 +21,13 @@ from gates.scheduler import (
     check_decode_room,
     check_earliest_kept,
     check_preempted_wait,
-    check_prefill_bounded,
     check_queue_order,
     check_rows_accounted,
     check_rows_follow_requests,
     check_vacated_rows_neutral,
 )
 from reference.request import Request, SamplingParams
-from tests.harness import TINY, tiny_engine
+from tests.harness import TINY
 
 
 def make(
@@ -70,8 +69,8 @@ def sequence(arrival: int, prompt: int, answer: int, **params) -> Sequence:
 def step(scheduler: Scheduler) -> SchedulerOutput:
     """One step without a model: tables advance, every computed row gets one token, those at their end leave."""
     output = scheduler.schedule()
-    for row, newcomer in zip(output.admitted_rows, output.admitted, strict=True):
-        scheduler.cache.advance_row(row, len(newcomer.tokens))
+    for chunk in output.chunks:
+        scheduler.cache.advance_row(chunk.row, chunk.count)
     for row in output.decode_rows:
         scheduler.cache.tables[row].append()
     for row in output.rows:
@@ -399,22 +398,3 @@ class Schedule(RuleBasedStateMachine):
 
 
 TestSchedule = Schedule.TestCase
-
-
-@pytest.mark.parametrize("lengths", [(5, 3, 3), (4, 4, 1), (9, 1), (1, 9, 1)])
-def test_one_step_prefills_no_more_than_its_budget_or_one_long_prompt(lengths: tuple[int, ...]):
-    engine = tiny_engine(num_blocks=40, max_batch_size=4)
-    engine.scheduler.max_prefill_tokens = 8
-    for i, length in enumerate(lengths):
-        engine.submit(Request((5,) * length, SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True), f"r{i}"))
-    while engine.scheduler.waiting:
-        admitted = engine.scheduler.schedule().admitted
-        assert admitted, "the head is admitted in its turn"
-        assert sum(len(one.tokens) for one in admitted) <= 8 or len(admitted) == 1
-        for one in admitted:
-            engine.abort(one.request.id)
-
-
-def test_gate_rejects_a_step_that_prefills_everybody_at_once():
-    with pytest.raises(GateError, match="gate scheduler.prefill_bounded: 11 newcomers of 22,440 tokens"):
-        check_prefill_bounded(prefills=[2040] * 11, budget=2048)

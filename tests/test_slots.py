@@ -259,6 +259,32 @@ def test_an_append_writes_every_row_or_none(rows: tuple[int, ...], slots: list[i
     assert paged.slots.lengths((0, 1)) == (8, 3)
 
 
+@pytest.mark.parametrize("slots", [[-1], [4, 5, 6], [7, -2]])
+def test_a_slot_that_would_wrap_and_a_row_that_would_overflow_are_refused(slots: list[int]):
+    paged = synced(6, 3, max_model_len=8)
+    before = paged.slots.slots.clone()
+    with pytest.raises(ValueError, match="extend: row 0 of 8 takes . slots after 6"):
+        paged.slots.extend(0, slots)
+    if len(slots) < 3:
+        with pytest.raises(ValueError, match=r"append: slot -\d is negative"):
+            paged.slots.append(tuple(range(len(slots))), slots)
+    assert torch.equal(paged.slots.slots, before)
+    assert paged.slots.lengths((0, 1)) == (6, 3)
+
+
+@pytest.mark.parametrize("cuts", [(8,), (1, 7), (3, 3, 2)])
+def test_a_row_is_extended_by_what_is_new_in_as_many_cells(cuts: tuple[int, ...]):
+    paged = synced(0, 5)
+    paged.adopt(0, 8)
+    written = paged.slots.written_cells
+    done = 0
+    for count in cuts:
+        paged.slots.extend(0, paged.truth(0)[done : done + count])
+        done += count
+    assert paged.slots.written_cells - written == 8
+    paged.check_agrees()
+
+
 def test_a_block_table_longer_than_a_row_is_refused():
     paged = synced(0, max_model_len=8)
     paged.adopt(0, 8)

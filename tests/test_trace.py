@@ -96,8 +96,19 @@ def test_a_trace_reads_back_as_the_records_that_were_written(tmp_path: Path):
     records = traced(tmp_path / "t", 4, 8, 16, 32, 4, 8)
     steps = list(TraceReader(tmp_path / "t"))
     assert len(steps) == len(records) > 30
-    names = ("step", "at_us", "submitted", "admitted", "preempted", "moves", "decode_rows", "bucket", "replayed")
-    names += ("reason", "free_blocks", "events", "gate_checks", "gate_failures", "timings_us", "fault")
+    names = (
+        "step",
+        "at_us",
+        "submitted",
+        "admitted",
+        "preempted",
+        "moves",
+        "chunks",
+        "decode_rows",
+        "bucket",
+        "replayed",
+    )
+    names += ("idle_rows", "reason", "free_blocks", "events", "gate_checks", "gate_failures", "timings_us", "fault")
     rows: dict[int, str] = {}
     for record, step in zip(records, steps, strict=True):
         assert {name: getattr(step, name) for name in names} == {name: getattr(record, name) for name in names}
@@ -405,7 +416,7 @@ def test_a_last_line_cut_short_is_noted_and_left_out(tmp_path: Path, capsys):
         (lambda text: [*text[:3], text[3].replace('"events":[[', '"events":[[7,'), *text[4:]], "line 4 is damaged: "),
         (lambda text: text[:3] + text[4:], "line 4: gate trace.lines_follow: step 4 follows step 2"),
         (lambda text: text[1:], "line 1: no trace"),
-        (lambda text: [text[0].replace('"format":1', '"format":2'), *text[1:]], "a trace of format 2, this version"),
+        (lambda text: [text[0].replace('"format":2', '"format":1'), *text[1:]], "a trace of format 1, this version"),
         (lambda text: [""], "line 1"),
     ],
     ids=["cut", "list", "empty", "event", "lost line", "no header", "format", "empty file"],
@@ -522,9 +533,12 @@ def test_gate_rejects_a_queue_of_another_length():
 
 def test_gate_rejects_a_row_that_computes_twice_or_not_at_all():
     with pytest.raises(GateError, match="prefilled and decodes"):
-        check_decode_rows(decode_rows=(0, 1), admitted=(1,), rows={0, 1})
-    with pytest.raises(GateError, match=r"rows \[0\] compute, rows \[0, 1\] are in use"):
-        check_decode_rows(decode_rows=(0,), admitted=(), rows={0, 1})
+        check_decode_rows(decode_rows=(0, 1), chunk_rows=(1,), idle_rows=(), rows={0, 1})
+    with pytest.raises(GateError, match=r"rows \[0\] compute, rows \[\] are idle, rows \[0, 1\] are in use"):
+        check_decode_rows(decode_rows=(0,), chunk_rows=(), idle_rows=(), rows={0, 1})
+    with pytest.raises(GateError, match=r"row \[1\] computes and is told to be idle"):
+        check_decode_rows(decode_rows=(0,), chunk_rows=(1,), idle_rows=(1,), rows={0, 1})
+    check_decode_rows(decode_rows=(0,), chunk_rows=(1,), idle_rows=(2,), rows={0, 1, 2})
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_a_row_is_one_tenancy_for_each_request_that_sat_in_it():
     built = engine(**WARM, compact_rows=True)
     built.warm_decode()
     answers(built, 5)
-    assert (built.cache.tenancies, built.cache.prefilled_tokens) == (5, 5 * 4)
+    assert (built.cache.tenancies, built.prefill.tokens) == (5, 5 * 4)
 
 
 def test_a_list_trimmed_on_both_axes_leaves_counted_eager_steps():

@@ -97,6 +97,7 @@ class Trace:
     num_blocks: int = 16
     max_model_len: int = 40
     width_multiple: int = 16
+    chunk_tokens: int | None = None  # of one step; None: the engine's own default, which no tiny prompt fills
 
     @property
     def last_step(self) -> int:

@@ -198,9 +198,9 @@ EXHIBITS = (
         story="The table is reallocated when a row is copied in, and the recordings read the old one.",
         edits=(
             Edit(
-                SlotTable.resync,
-                "self.slots[row, : table.length].copy_(mapping[0])",
-                "self.slots = self.slots.clone(); self._bind(); self.slots[row, : table.length].copy_(mapping[0])",
+                SlotTable.extend,
+                "self._lengths[row] = stop",
+                "self.slots = self.slots.clone(); self._bind(); self._lengths[row] = stop",
             ),
         ),
         scene=scenes.captured_rush,

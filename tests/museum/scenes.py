@@ -138,6 +138,11 @@ def poisoned_rush() -> Engine:
     return play(RUSH, poison=float("nan"), **EAGER)
 
 
+def chunked_rush() -> Engine:
+    """Prompts longer than a step's budget of four tokens, beside rows that decode."""
+    return play(RUSH, chunk_tokens=4, **EAGER, compact_rows=True)
+
+
 def tight_pool() -> Engine:
     """Preemptions under compaction and replay."""
     return play(TIGHT, num_blocks=8, **CAPTURED)

@@ -6,6 +6,7 @@ from fast.blocks import BlockTable
 from fast.decode import DecodePath
 from fast.engine import Engine
 from fast.plan import _grow, plan_decode
+from fast.prefill import PrefillPath
 from fast.slots import SlotTable
 from tests.museum import scenes
 from tests.museum.exhibit import HARMLESS, LOCKSTEP, Edit, Exhibit
@@ -95,8 +96,8 @@ EXHIBITS = (
             Edit(BlockTable.slots, "range(block * size, block * size + size)", "range(block, block + size)"),
         ),
         scene=scenes.eager_rush,
-        full="plan.slots_unique",
-        says="a block has two owners",
+        full="chunk.slots",
+        says="is addressed in slot 1, its block table says 4",
         cheap="plan.slots_unique",
         off=LOCKSTEP,
     ),
@@ -104,7 +105,7 @@ EXHIBITS = (
         name="a mirror shows the table of its own row",
         thread="sgl-project/sglang#38140",
         story="A row is copied in one slot off, so the first decode step reads another mapping than the prefill wrote.",
-        edits=(Edit(SlotTable.resync, "copy_(mapping[0])", "copy_(mapping[0] + 1)"),),
+        edits=(Edit(SlotTable.extend, "at + stop] = slots", "at + stop] = [slot + 1 for slot in slots]"),),
         scene=scenes.eager_rush,
         full="slots.agree",
         says="its block table says",
@@ -145,9 +146,20 @@ EXHIBITS = (
             ),
         ),
         scene=scenes.eager_rush,
-        full="slots.resyncs",
-        says="tokens reach the block table around the slot table",
-        cheap="slots.resyncs",
+        full="plan.rebuild",
+        says="the rectangle is being rebuilt",
+        cheap="plan.rebuild",
         off=HARMLESS,
+    ),
+    Exhibit(
+        name="a chunk writes where its table says",
+        thread="sgl-project/sglang#38140",
+        story="A chunk's slots are handed over in another order than the block table's.",
+        edits=(Edit(PrefillPath._address, "tuple(slots)", "tuple(slots[::-1])"),),
+        scene=scenes.chunked_rush,
+        full="chunk.slots",
+        says="is addressed in slot",
+        cheap=LOCKSTEP,
+        off=LOCKSTEP,
     ),
 )

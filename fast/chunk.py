@@ -1,0 +1,49 @@
+"""Chunked prefill: which tokens of which prompts a step computes.
+
+A step has a budget of tokens. Rows that decode take theirs first; what is left is shared between the prompts that are
+not computed yet, so a long one is computed over several steps and holds back nobody's next token for longer than one
+budget. The policy is `share_budget`: half goes in order of arrival, half to whoever has the least left. So the earliest
+always advances, and a short prompt behind a long one is not starved. A chunk that does not end its sequence gives no
+token and draws nothing. This module knows counts; `fast.prefill` computes what is planned here.
+
+Gates: gates.chunk. Proof: tests/test_chunk.py. Story: chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequenced
+from dataclasses import dataclass
+
+from fast.rows import Sequence
+
+DEFAULT_CHUNK_TOKENS = 512  # of one step: about a second of a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedChunk:
+    """The next `count` tokens of the sequence in `row`, from token `start` (0-based) on."""
+
+    row: int
+    sequence: Sequence
+    start: int
+    count: int
+    ends: bool  # it computes the last token there is, so that the sequence's next one can be chosen
+
+
+def share_budget(pending: Sequenced[int], budget: int) -> list[int]:
+    """How many of `budget` tokens each of several prompts gets, of the `pending` ones it has, in order of arrival.
+
+    One half, rounded up, is offered in order of arrival; the other, and what the first left, to the prompts with the
+    least pending first. So of the budget b the first in line gets at least min(pending, b - b // 2), the shortest at
+    least min(pending, b // 2), and nothing is left over while somebody could use it.
+    """
+    counts = [0] * len(pending)
+    shortest_first = sorted(range(len(pending)), key=lambda i: pending[i])
+    left = budget
+    for order, offered in ((range(len(pending)), budget - budget // 2), (shortest_first, budget)):
+        kept_back = budget - offered
+        for index in order:
+            given = min(pending[index] - counts[index], max(0, left - kept_back))
+            counts[index] += given
+            left -= given
+    return counts

@@ -1,0 +1,59 @@
+"""The prefill half of a step, from planned chunks to logits: count, address, check, compute.
+
+It owns no row and no request: the schedule says which tokens of which rows are next, and each chunk that ends its
+sequence gets one line of logits. What a chunk addresses is its own row's block table, from the first token on, for it
+looks back on all of them.
+
+Gates: gates.chunk. Proof: tests/test_chunk.py. Story: chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fast.backend import AnyForward
+from fast.cache import BatchedPagedKVCache
+from fast.chunk import PlannedChunk
+from fast.model import Chunk
+from gates.chunk import check_chunk_slots, check_chunks_continue
+from gates.core import FULL, enabled
+
+
+class PrefillPath:
+    """Computes chunks over one cache and one forward; `tokens` and `chunks` count what it has computed."""
+
+    def __init__(self, forward: AnyForward, cache: BatchedPagedKVCache) -> None:
+        self.forward = forward
+        self.cache = cache
+        self.tokens = self.chunks = 0
+
+    def run(self, planned: Sequence[PlannedChunk]) -> Tensor:  # [E, V]
+        """Compute every chunk; one line of logits for each of the E that end their sequence, in order."""
+        chunks = [self._address(one) for one in planned]
+        self._check([one.row for one in planned], chunks)
+        logits = self.forward.prefill(chunks, self.cache)
+        self.tokens += sum(one.count for one in planned)
+        self.chunks += len(planned)
+        ends = [index for index, one in enumerate(planned) if one.ends]
+        return logits if len(ends) == len(chunks) else logits[ends]
+
+    def _address(self, planned: PlannedChunk) -> Chunk:
+        slots = self.cache.advance_row(planned.row, planned.count)
+        token_ids = planned.sequence.tokens[planned.start : planned.start + planned.count]
+        return Chunk(planned.start, tuple(token_ids), tuple(slots))
+
+    def _check(self, rows: list[int], chunks: list[Chunk]) -> None:
+        """Between the writer of the chunks and their reader."""
+        tables = [self.cache.tables[row] for row in rows]
+        check_chunks_continue(
+            rows=rows,
+            starts=[chunk.start for chunk in chunks],
+            counts=[len(chunk.token_ids) for chunk in chunks],
+            stored=[table.length for table in tables],
+            mirrored=self.cache.slot_table.lengths(rows),
+        )
+        if enabled(FULL):
+            blocks, block_size = [table.blocks for table in tables], self.cache.block_size
+            check_chunk_slots(rows=rows, slots=[chunk.slots for chunk in chunks], tables=blocks, block_size=block_size)
