@@ -8,7 +8,7 @@ PORT ?= 8000
 ARGS ?=
 PYTEST_ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat model test differential bench figures docs lint types clean
+.PHONY: help venv serve chat model test differential bench bench-peers figures docs lint types clean
 
 help: ## what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 16
@@ -49,7 +49,14 @@ differential: $(VENV)/.dev model ## only fast against reference, token for token
 bench: $(VENV)/.dev model ## the benchmarks, each correct first, then timed
 	$(PY) -m pytest tests/bench --benchmark-enable --benchmark-only $(PYTEST_ARGS)
 
+<<<<<<< HEAD
 figures: $(VENV)/.dev ## print the exact figures, make every block and drawing of the site anew
+=======
+bench-peers: $(VENV)/.dev model ## other engines on the same model, in turn: a table (the first run installs them in .venv-peers)
+	$(PY) -m tests.bench.peers $(ARGS)
+
+figures: $(VENV)/.dev ## print the exact figures, counted by the real classes
+>>>>>>> 3ba14c2 (bench: other engines run the same prompts in turn, and may fail aloud)
 	$(PY) -m tests.bench.figures
 	$(PY) -m tests.pages
 
