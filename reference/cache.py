@@ -16,7 +16,10 @@ from reference.config import ModelConfig
 
 
 class KVCache:
-    """K and V of one sequence, or of a batch whose rows grow together. `length` counts columns, padding included."""
+    """K and V of one sequence, or of a batch whose rows grow together. `length` counts columns, padding included.
+
+    `dtype` is what is stored. A narrower one than the model computes in rounds each value once, when it is written.
+    """
 
     def __init__(self, config: ModelConfig, *, max_tokens: int, dtype: torch.dtype, batch_size: int = 1) -> None:
         for name, value in (("max_tokens", max_tokens), ("batch_size", batch_size)):
@@ -40,7 +43,9 @@ class KVCache:
         k: Tensor,  # [N, K, T, D]
         v: Tensor,  # [N, K, T, D]
     ) -> tuple[Tensor, Tensor]:  # [N, K, length, D] each, this step's tokens last
-        """Store this step's T tokens of one layer and return everything the layer holds (views).
+        """Store this step's T tokens of one layer and return everything the layer holds, in the dtype of `k` and `v`.
+
+        Where that is the dtype stored, they are views.
 
         Raises:
             ValueError: the batch size is another one, or the tokens do not fit.
@@ -55,4 +60,4 @@ class KVCache:
         start = self.length - tokens  # layer 0 has counted this step already
         self.k[layer, :, :, start : self.length] = k
         self.v[layer, :, :, start : self.length] = v
-        return self.k[layer, :, :, : self.length], self.v[layer, :, :, : self.length]
+        return self.k[layer, :, :, : self.length].to(k.dtype), self.v[layer, :, :, : self.length].to(v.dtype)

@@ -60,9 +60,12 @@ class Engine:
         *,
         max_model_len: int | None = None,
         dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
         seed_source: Callable[[], int] = random_seed,
     ) -> None:
         """`max_model_len` is clamped to what the model's positions allow; `dtype` is what the forward computes in.
+
+        `kv_dtype` is what K/V are stored in (`dtype` when None): float16 is the `half_kv` of the fast engine.
 
         Raises:
             ValueError: `max_model_len` leaves no room for a prompt token and an answer token.
@@ -73,6 +76,7 @@ class Engine:
         self.config = config
         self.model = LlamaModel(config, weights, dtype=dtype)
         self.dtype = dtype
+        self.kv_dtype = dtype if kv_dtype is None else kv_dtype
         self._max_model_len = min(limit, config.max_positions)
         self._seed_source = seed_source
         self._open: dict[str, Sequence] = {}  # every request whose last event is still to come
@@ -204,7 +208,7 @@ class Engine:
         if sequence.cache is None:
             room = self.max_model_len - len(tokens)
             max_tokens = len(tokens) + min(room, sequence.request.params.max_tokens or room)
-            sequence.cache = KVCache(self.config, max_tokens=max_tokens, dtype=self.dtype)
+            sequence.cache = KVCache(self.config, max_tokens=max_tokens, dtype=self.kv_dtype)
         start = sequence.cache.length
         token_ids = torch.tensor([tokens[start:]])
         positions = torch.arange(start, len(tokens)).unsqueeze(0)

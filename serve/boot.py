@@ -74,7 +74,10 @@ def build_engine(
     if engine == "reference":
         from reference.engine import Engine as ReferenceEngine
 
-        return ReferenceEngine(loaded.config, loaded.weights, max_model_len=max_model_len, dtype=dtype)
+        kv_dtype = torch.float16 if half_kv else None
+        return ReferenceEngine(
+            loaded.config, loaded.weights, max_model_len=max_model_len, dtype=dtype, kv_dtype=kv_dtype
+        )
     if engine == "fast":
         from fast.engine import Engine as FastEngine
 

@@ -79,6 +79,8 @@ def tiny_reference(shape: str = "gqa", *, max_model_len: int | None = None) -> R
 UNNAMED_SEED = 77  # both engines give it to a request without a seed, so that its answer can be compared too
 # Largest difference of a log probability between two orders of summation; ids and ranks have to be equal.
 LOGPROB_BOUND = {"float64": 1e-9, "float32": 1e-4}
+# Two sums that differ in their last bit may round to neighbouring halves, which are 2**-11 apart.
+HALF_KV_LOGPROB_BOUND = 2e-3
 
 
 @cache
@@ -125,6 +127,11 @@ def is_half(trace: Trace) -> bool:
     return arm_of(trace.arm).switches.get("half_weights", False)
 
 
+def is_half_kv(trace: Trace) -> bool:
+    """Both engines round K/V to half precision as they store it."""
+    return arm_of(trace.arm).switches.get("half_kv", False)
+
+
 def run_fast(trace: Trace) -> FastRun:
     """Run a trace to its end; the state holds after each step, and at the end nothing is held.
 
@@ -168,7 +175,8 @@ def compare(run: FastRun, answer: Answer) -> None:
         if answer.refusal is None:
             raise run.error(f"{request.id}: taken while a request of that id is open")
         return
-    wanted = reference_answer(run.trace.shape, run.trace.dtype, run.engine.max_model_len, request, is_half(run.trace))
+    sizes = (run.trace.shape, run.trace.dtype, run.engine.max_model_len)
+    wanted = reference_answer(*sizes, request, is_half(run.trace), is_half_kv(run.trace))
     if isinstance(wanted, str) or answer.refusal is not None:
         if wanted != answer.refusal:
             raise run.error(f"{request.id}: fast says {answer.refusal!r}, the reference {wanted!r}")
@@ -181,28 +189,30 @@ def compare(run: FastRun, answer: Answer) -> None:
         raise run.error(f"{request.id}: step {run.steps - 1}: {both}")
     if len(got.logprobs) != (len(got.token_ids) if request.params.logprobs is not None else 0):
         raise run.error(f"{request.id}: {len(got.logprobs)} logprobs for {len(got.token_ids)} tokens")
+    bound = HALF_KV_LOGPROB_BOUND if is_half_kv(run.trace) else LOGPROB_BOUND[run.trace.dtype]
     for at, (ours, theirs) in enumerate(zip(got.logprobs, wanted.logprobs, strict=False)):
-        if not _logprobs_agree(ours, theirs, LOGPROB_BOUND[run.trace.dtype]):
+        if not _logprobs_agree(ours, theirs, bound):
             raise run.error(f"{request.id}: step {answer.steps[at]}: logprobs of answer token {at}: {ours} != {theirs}")
 
 
 @lru_cache(maxsize=4096)
 def reference_answer(
-    shape: str, dtype: str, max_model_len: int, request: Request, half: bool = False
+    shape: str, dtype: str, max_model_len: int, request: Request, half: bool = False, half_kv: bool = False
 ) -> Completion | str:
     """The reference's completion of one request alone, or the message with which it refuses it."""
     try:
-        return _reference(shape, dtype, max_model_len, half).generate([request])[0]
+        return _reference(shape, dtype, max_model_len, half, half_kv).generate([request])[0]
     except ValueError as refusal:
         return str(refusal)
 
 
 @cache
-def _reference(shape: str, dtype: str, max_model_len: int, half: bool) -> ReferenceEngine:
+def _reference(shape: str, dtype: str, max_model_len: int, half: bool, half_kv: bool) -> ReferenceEngine:
     return ReferenceEngine(
         *model_of(shape, half),
         max_model_len=max_model_len,
         dtype=getattr(torch, dtype),
+        kv_dtype=torch.float16 if half_kv else None,
         seed_source=lambda: UNNAMED_SEED,
     )
 
@@ -250,8 +260,8 @@ def fast_logits(engine: Engine, tokens: list[int]) -> Tensor:  # [V]
 
 def reference_logits(limits: Trace, tokens: list[int]) -> Tensor:  # [T, V]
     """The reference forward's logits after each of `tokens`."""
-    engine = _reference(limits.shape, limits.dtype, len(tokens) + 1, is_half(limits))
-    kv = KVCache(engine.config, max_tokens=len(tokens), dtype=engine.dtype)
+    engine = _reference(limits.shape, limits.dtype, len(tokens) + 1, is_half(limits), is_half_kv(limits))
+    kv = KVCache(engine.config, max_tokens=len(tokens), dtype=engine.kv_dtype)
     with torch.inference_mode():
         positions = torch.arange(len(tokens)).unsqueeze(0)
         return engine.model.forward(torch.tensor([tokens]), positions, kv)[0].double()

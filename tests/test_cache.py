@@ -63,6 +63,16 @@ def test_a_padded_batch_decodes_under_its_mask_as_each_row_alone():
         assert torch.allclose(step[row, -1], alone[0, -1], rtol=1e-11, atol=1e-12)
 
 
+def test_a_narrower_store_rounds_once_and_answers_in_the_dtype_it_was_given() -> None:
+    k, v = torch.randn(2, 1, TINY.num_kv_heads, 3, TINY.head_dim, dtype=torch.float32).unbind(0)
+    cache = KVCache(TINY, max_tokens=4, dtype=torch.float16)
+    for layer in range(TINY.num_layers):
+        keys, values = cache.update(layer, k, v)
+        assert keys.dtype == values.dtype == torch.float32
+        assert torch.equal(keys, k.half().float())
+        assert torch.equal(values, v.half().float())
+
+
 # ---- rejects ----------------------------------------------------------------------------------------------------
 
 

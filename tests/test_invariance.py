@@ -33,6 +33,7 @@ pytestmark = pytest.mark.differential
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m-instruct"
 THREADS = (1, 2)
+HALVES = ("half_weights", "half_kv")
 KINDS = {
     "float32": {},
     "half weights": {"half_weights": True},
@@ -164,7 +165,7 @@ def test_the_order_of_arrival_is_not_seen(kind: str, order: int):
 @EACH_KIND
 @pytest.mark.parametrize("arm", KERNEL_ARMS)
 def test_padding_replay_and_where_rows_lie_are_not_seen(kind: str, arm: str):
-    switches = {name: on for name, on in KERNEL_ARMS[arm].switches.items() if name not in ("kernels", "half_weights")}
+    switches = {name: on for name, on in KERNEL_ARMS[arm].switches.items() if name not in ("kernels", *HALVES)}
     engine = build("biases", kind, **switches)
     same_bits(play(engine, at_once(REQUESTS)), "biases", kind, REQUESTS)
     stats = engine.stats()
@@ -251,7 +252,7 @@ def test_any_schedule_gives_each_request_the_bits_it_has_alone(data: st.DataObje
     shape = data.draw(st.sampled_from(["gqa", "three_to_one", "qk_norm"]), label="shape")
     kind = data.draw(st.sampled_from(list(KINDS)), label="kind")
     arm = data.draw(st.sampled_from(list(KERNEL_ARMS)), label="arm")
-    switches = {name: on for name, on in KERNEL_ARMS[arm].switches.items() if name not in ("kernels", "half_weights")}
+    switches = {name: on for name, on in KERNEL_ARMS[arm].switches.items() if name not in ("kernels", *HALVES)}
     chosen = data.draw(st.permutations(REQUESTS), label="order")[: data.draw(st.integers(1, 7), label="requests")]
     steps = [data.draw(st.integers(0, 9), label="step") for _ in chosen]
     block_size = data.draw(st.sampled_from([16, 32]), label="block size")

@@ -27,6 +27,7 @@ from tests.harness import (
     compare,
     engine_of,
     is_half,
+    is_half_kv,
     lockstep,
     reference_answer,
     reference_logits,
@@ -282,7 +283,7 @@ def smallest_gap(trace: Trace) -> float:
     gaps = [float("inf")]
     room = min(trace.max_model_len, trace.num_blocks * trace.block_size)
     for request in (child for arrival in trace.arrivals for child in arrival.request.expand()):
-        answer = reference_answer(trace.shape, trace.dtype, room, request, is_half(trace))
+        answer = reference_answer(trace.shape, trace.dtype, room, request, is_half(trace), is_half_kv(trace))
         if not isinstance(answer, str):
             logits = reference_logits(trace, [*request.prompt_ids, *answer.token_ids[:-1]])
             top = logits[len(request.prompt_ids) - 1 :].topk(5).values

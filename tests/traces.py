@@ -43,13 +43,19 @@ def _arm(decode: Arm, rows: str) -> Arm:
 
 # `capture_decode` needs the two switches before it, and rows cannot be moved and gathered at once: 7 x 3 are legal.
 ARMS = {f"{name}-{rows}": _arm(decode, rows) for name, decode in _DECODE.items() for rows in _ROWS}
-# The same decode paths over the CPU kernels, in float32 and blocks of 16; `half` rounds the weights, for both engines.
+# The same decode paths over the CPU kernels, in float32 and blocks of 16; `half` rounds the weights, for both engines,
+# and `half-kv` rounds what the pool stores as well.
 _KERNELS = {"kernels": True}
 _HALVES = _KERNELS | {"half_weights": True}
+_HALF_KV = _HALVES | {"half_kv": True}
 KERNEL_ARMS = {
     f"{kind}-{name}": Arm({**ARMS[name].switches, **on}, ARMS[name].warm, ARMS[name].eager)
     for kind, on in (("kernels", _KERNELS), ("half", _HALVES))
     for name in ("exact-free", "bucket+persist-free", "warm-compact", "warm-gather", "trimmed-compact")
+}
+KERNEL_ARMS |= {
+    f"half-kv-{name}": Arm({**ARMS[name].switches, **_HALF_KV}, ARMS[name].warm, ARMS[name].eager)
+    for name in ("exact-free", "warm-compact")
 }
 ALL_ON = "warm-compact"  # what the command line bundles by default
 
