@@ -32,8 +32,8 @@
     host.setAttribute("role", "group");
     host.setAttribute("aria-label", "Step trace player; arrow keys move");
     var bar = el("div", { class: "st-bar" });
-    var buttons = [["first", "\u23EE", "First step"], ["back", "\u25C0", "One step back"], ["play", "\u25B6\u25B6", "Play"],
-      ["next", "\u25B6", "One step on"], ["last", "\u23ED", "Last step"]].map(function (b) {
+    var buttons = [["first", "|\u25C0", "First step"], ["back", "\u25C0", "One step back"], ["play", "\u25B6\u25B6", "Play"],
+      ["next", "\u25B6", "One step on"], ["last", "\u25B6|", "Last step"]].map(function (b) {
       var button = el("button", { type: "button", "aria-label": b[2], title: b[2], "data-do": b[0] }, b[1]);
       bar.appendChild(button);
       return button;

@@ -152,5 +152,5 @@ def page(name: str) -> str:
     off = fault.without or WITHOUT.get(by := run(fault, "off").by, f"Without gates the run ends with `{by}`, later")
     lines = diff(fault.edits)
     lines += ["```sh", f".venv/bin/python -m tests.pages break {name}", "```", ""]
-    lines += ["```text", told(name), "```", ""]
+    lines += ["```{ .text .wrap }", told(name), "```", ""]
     return "\n".join([*lines, f"{off}."])

@@ -125,6 +125,7 @@ def _stepper(words: str, up: str) -> str:
     data = json.loads(file.read_text("utf-8")) | {"links": links}
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     return (
+        f'<link rel="stylesheet" href="{up}assets/stepper.css"><script src="{up}assets/stepper.js" defer></script>'
         f'<div class="stepper" id="stepper-{name}"><script type="application/json">{text}</script>'
         "<noscript>The player needs JavaScript; the trace is in the repository.</noscript></div>"
     )
