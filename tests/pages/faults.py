@@ -21,7 +21,7 @@ from reference.engine import Engine as ReferenceEngine
 from reference.model import LlamaModel
 from reference.request import Event, Request, SamplingParams
 from reference.tokenizer import ByteTokenizer, IncrementalDecoder
-from serve.stream import Answer
+from serve.answer import Answer
 from tests.harness import TINY, tiny_reference, tiny_weights
 from tests.museum.catalogue import EXHIBITS
 from tests.museum.exhibit import HARMLESS, LOCKSTEP, Caught, Edit, applied, watch
