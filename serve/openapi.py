@@ -15,6 +15,8 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from reference.request import MAX_LOGPROBS, MAX_N, SEED_RANGE
+
 ENVELOPE = {
     "type": "object",
     "required": ["error"],
@@ -41,6 +43,23 @@ REASONS = {
     "500": "the engine or the server failed",
     "503": "the engine takes no requests now",
     "504": "the request took longer than the server allows",
+}
+
+# What a number may be, field by field; `SamplingParams` and the bodies check it, the document says it.
+RANGES: dict[str, tuple[float, float | None]] = {
+    "max_tokens": (1, None),
+    "max_completion_tokens": (1, None),
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "top_k": (-1, None),
+    "n": (1, MAX_N),
+    "seed": SEED_RANGE,
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+    "min_tokens": (0, None),
+    "top_logprobs": (0, MAX_LOGPROBS),
 }
 
 
@@ -77,6 +96,8 @@ def document_bodies(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
         document = plain()
         modes: Any = [(body, "validation") for body in bodies]
         _, schemas = models_json_schema(modes, ref_template="#/components/schemas/{model}")
+        for schema in schemas["$defs"].values():
+            _say_ranges(schema.get("properties", {}))
         document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
         for path in document["paths"].values():
             for operation in path.values():
@@ -84,3 +105,15 @@ def document_bodies(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _say_ranges(properties: dict[str, Any]) -> None:
+    """Add the ranges of numeric fields to their schemas."""
+    for name, (low, high) in RANGES.items():
+        for kind in properties.get(name, {}).get("anyOf", ()):
+            if kind.get("type") in ("integer", "number"):
+                kind["minimum"] = low
+                if high is not None:
+                    kind["maximum"] = high
+                if name == "top_p":
+                    kind["exclusiveMinimum"] = kind.pop("minimum")
