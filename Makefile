@@ -49,14 +49,10 @@ differential: $(VENV)/.dev model ## only fast against reference, token for token
 bench: $(VENV)/.dev model ## the benchmarks, each correct first, then timed
 	$(PY) -m pytest tests/bench --benchmark-enable --benchmark-only $(PYTEST_ARGS)
 
-<<<<<<< HEAD
-figures: $(VENV)/.dev ## print the exact figures, make every block and drawing of the site anew
-=======
 bench-peers: $(VENV)/.dev model ## other engines on the same model, in turn: a table (the first run installs them in .venv-peers)
 	$(PY) -m tests.bench.peers $(ARGS)
 
-figures: $(VENV)/.dev ## print the exact figures, counted by the real classes
->>>>>>> 3ba14c2 (bench: other engines run the same prompts in turn, and may fail aloud)
+figures: $(VENV)/.dev ## print the exact figures, make every block and drawing of the site anew
 	$(PY) -m tests.bench.figures
 	$(PY) -m tests.pages
 
