@@ -1,7 +1,7 @@
-"""What an engine computes on: torch's operators, or the compiled CPU kernels; and what each of them promises.
+"""What an engine computes on: torch's operators, the CPU kernels, or the GPU's; and what each of them promises.
 
-`build_backend` makes a forward and the cache whose pool it reads, a pair that belongs together. Both kinds of forward
-have `prefill(chunks, cache)` and `decode(plan, cache)`; `facts_of` says for either what it is, and whether a request's
+`build_backend` makes a forward and the cache whose pool it reads, a pair that belongs together. Every kind of forward
+has `prefill(chunks, cache)` and `decode(plan, cache)`; `facts_of` says for either what it is, and whether a request's
 logits keep their bits under every schedule. It knows no row, no bucket and no request.
 
 Gates: gates.backend. Proof: tests/test_backend.py. Story: kernels.
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fast.cache import BatchedPagedKVCache
+from fast.gpu import GPUForward, why_not
 from fast.inputs import DecodeInputs
 from fast.linear import MATRICES
 from fast.model import Chunk, Forward
@@ -127,7 +128,7 @@ class KernelBackend:
             check_no_kernel_compiles_after_ready(compiles_after_ready=self.compiles_after_ready)
 
 
-AnyForward = Forward | KernelBackend
+AnyForward = Forward | KernelBackend | GPUForward
 
 
 def build_backend(
@@ -143,6 +144,8 @@ def build_backend(
     half_kv: bool = False,
     threads: int | None = None,
     take_weights: bool = False,
+    triton: bool = False,
+    invariant: bool = False,
 ) -> tuple[AnyForward, BatchedPagedKVCache]:
     """A forward, its kernels compiled, and the cache that a pool plan promised.
 
@@ -154,12 +157,21 @@ def build_backend(
     """
     if take_weights:
         weights = handing_over(weights)
+    if invariant and not triton:
+        raise ValueError("invariant: True needs triton; the CPU kernels are invariant as they are")
+    if triton and (reason := "computes on a GPU, kernels on a CPU; choose one" if kernels else why_not(device, dtype)):
+        raise ValueError(f"triton: True {reason}")
     if not kernels:
         asked = {"half_weights": half_weights, "half_kv": half_kv, "threads": threads}
         for name, value in asked.items():
             if value not in (None, False):
                 raise ValueError(f"{name}: {value} needs kernels, which are off")
         cache = BatchedPagedKVCache.of_plan(config, plan, dtype=dtype, device=device, gather=gather)
+        if triton:
+            sizes = {"max_batch_size": plan.max_batch_size, "max_model_len": plan.max_model_len}
+            on_gpu = GPUForward(config, weights, **sizes, dtype=dtype, device=device, invariant=invariant)
+            on_gpu.warm(cache)
+            return on_gpu, cache
         return Forward(config, weights, max_positions=cache.max_model_len, dtype=dtype, device=device), cache
     reason = why_no_kernels(dtype=dtype, device=device, block_size=plan.block_size)
     if reason:
@@ -207,7 +219,7 @@ def why_no_kernels(*, dtype: torch.dtype, device: torch.device | str, block_size
 
 def facts_of(forward: AnyForward) -> dict[str, Any]:
     """What a forward is and what it promises, as plain values for `/health`."""
-    if isinstance(forward, KernelBackend):
+    if isinstance(forward, (KernelBackend, GPUForward)):
         return forward.facts()
     name = str(forward.dtype).removeprefix("torch.")
     facts: dict[str, Any] = {"name": "torch", "weights": name, "weight_bytes": forward.weight_bytes, "kv": name}

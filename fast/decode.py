@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast.backend import AnyForward, KernelBackend
+from fast.backend import AnyForward
 from fast.buckets import BucketSet, Shape
 from fast.cache import BatchedPagedKVCache
 from fast.capture import CapturedDecode, CUDAGraphRecorder, HostRecorder, Recorder
 from fast.compiled import DEFAULT_BACKEND, CompiledDecode
+from fast.gpu import GPUForward
 from fast.inputs import DecodeInputs
 from fast.model import Forward
 from fast.plan import DecodePlan, plan_decode
@@ -73,7 +74,7 @@ class DecodePath:
             raise ValueError("capture_decode: True needs bucket_decode and persist_inputs, which fix shape and address")
         if compile_decode and not bucket_decode:
             raise ValueError("compile_decode: True needs bucket_decode, or every row count would be compiled")
-        if compile_decode and isinstance(forward, KernelBackend):
+        if compile_decode and not isinstance(forward, Forward):
             raise ValueError("compile_decode: True compiles torch's operators, and kernels has none; choose one")
         self.forward = forward
         self.cache = cache
@@ -127,7 +128,8 @@ class DecodePath:
         """Compile every row bucket, record the warm list, and declare the path ready; before any request runs.
 
         The list is trimmed on both axes, what is compiled is not: a trimmed step is slow, a compiling one stands.
-        On a CUDA device the budget is what is free now, after weights and pool, and it trims the width too.
+        On a CUDA device the budget is what is free now, after weights and pool, and it trims the width too; the GPU
+        kernels build no score rectangle, and hold their workspace already.
 
         Raises:
             ValueError: nothing is captured or compiled here, so there is nothing to warm.
@@ -141,7 +143,7 @@ class DecodePath:
             self.warmup = WarmupReport((), self.compiled.seconds, 0, "compiled")
             return self.warmup
         num_heads = self.forward.config.num_heads
-        if budget_bytes is None and self.cache.slot_table.slots.is_cuda:
+        if budget_bytes is None and self.cache.slot_table.slots.is_cuda and isinstance(self.forward, Forward):
             budget_bytes = warm_budget_bytes(free_bytes=torch.cuda.mem_get_info()[0], reserved_bytes=RESERVED_BYTES)
             rows = min(max_rows or self.buckets.max_batch_size, self.buckets.max_batch_size)
             ceiling = width_ceiling(budget_bytes, rows=rows, num_heads=num_heads)
@@ -160,6 +162,8 @@ class DecodePath:
         wanted = [shape for shape in self.buckets.shapes if shape[0] <= most_rows and shape[1] <= widest]
         check_all_warm(wanted=wanted, recorded=self.captured.shapes)
         self.captured.ready()
+        if isinstance(self.forward, GPUForward):
+            self.forward.settle()
         return self.warmup
 
     @property
@@ -189,7 +193,7 @@ class DecodePath:
     def stats(self) -> dict[str, Any]:
         """Counts of this path: steps, replays, why the others were eager, what padding cost."""
         captured, buckets = self.captured, self.buckets
-        kernels = self.forward if isinstance(self.forward, KernelBackend) else None
+        kernels = None if isinstance(self.forward, Forward) else self.forward
         return {
             "decode_steps": self.steps,
             "decode_tokens": self.tokens,
@@ -206,7 +210,7 @@ class DecodePath:
 
     def _bucket_set(self, width_multiple: int) -> BucketSet:
         cache = self.cache
-        if isinstance(self.forward, KernelBackend):
+        if not isinstance(self.forward, Forward):
             width_multiple = cache.max_model_len  # a kernel reads each row to its own length, whatever the width
         return BucketSet(
             max_batch_size=cache.max_batch_size, max_model_len=cache.max_model_len, width_multiple=width_multiple

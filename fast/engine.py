@@ -109,16 +109,19 @@ class Engine:
         half_kv: bool = False,
         threads: int | None = None,
         take_weights: bool = False,
+        triton: bool = False,
+        invariant: bool = False,
         recorder: Recorder | None = None,
         seed_source: Callable[[], int] = random_seed,
     ) -> Engine:
         """An engine over the pool that `plan_pool` makes of the sizes; every switch is separate and off.
 
         `compact_rows` moves survivors into holes, `gather_rows` reads rows where they are through a fixed buffer.
-        `kernels` computes on the CPU kernels (compiled here), whose weights and K/V are float32 unless told, and whose
-        width has one bucket. `take_weights` empties `weights`, so that the model is in memory once. `chunk_tokens` is
-        what a step computes at most (512, or a token a row). The other switches are `DecodePath`'s; a captured or
-        compiled path is to be warmed (`warm_decode`) first.
+        `kernels` computes on the CPU kernels (compiled here), whose weights and K/V are float32 unless told; `triton`
+        on the GPU's, where `invariant` takes products that know no row count. Either has one width bucket.
+        `take_weights` empties `weights`, so that the model is in memory once. `chunk_tokens` is what a step computes at
+        most (512, or a token a row). The other switches are `DecodePath`'s; a captured or compiled path is to be
+        warmed (`warm_decode`) first.
 
         Raises:
             ValueError: a limit is out of range, the pool holds nobody, or switches contradict each other.
@@ -130,6 +133,7 @@ class Engine:
         pool_plan = plan_pool(config, element_bytes=2 if half_kv else dtype.itemsize, **sizes)
         how: dict[str, Any] = {"dtype": dtype, "device": device, "gather": gather_rows, "kernels": kernels}
         how |= {"half_weights": half_weights, "half_kv": half_kv, "threads": threads, "take_weights": take_weights}
+        how |= {"triton": triton, "invariant": invariant}
         made = build_backend(config, weights, pool_plan, **how)
         switches: dict[str, Any] = {"bucket_decode": bucket_decode, "persist_inputs": persist_inputs}
         switches |= {"capture_decode": capture_decode, "record_on_miss": record_on_miss, "recorder": recorder}

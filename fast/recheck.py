@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from fast.backend import AnyForward, facts_of
@@ -117,4 +118,5 @@ class Recheck:
 
 
 def _digest(row: Tensor) -> bytes:  # [V]
-    return hashlib.blake2b(row.contiguous().numpy().tobytes(), digest_size=16).digest()
+    stored = row.contiguous().view(torch.uint8).cpu()  # numpy knows neither bfloat16 nor a device
+    return hashlib.blake2b(stored.numpy().tobytes(), digest_size=16).digest()

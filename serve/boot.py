@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reference.request import Engine
+from serve.device import on_gpu
 from serve.limits import ServerLimits, limits_from
 from serve.memory import peak_rss_bytes, returned_at_once
 from serve.models import LoadedModel, load_model
@@ -61,6 +62,9 @@ def build_engine(
     half_kv: bool = False,
     threads: int | None = None,
     take_weights: bool = False,
+    device: str = "cpu",
+    triton: bool = False,
+    invariant: bool = False,
 ) -> Engine:
     """An idle engine over a loaded model, warm when it captures. `dtype` is what it computes in.
 
@@ -81,11 +85,11 @@ def build_engine(
     if engine == "fast":
         from fast.engine import Engine as FastEngine
 
-        sizes: dict[str, Any] = {"max_batch_size": max_batch_size, "block_size": block_size}
-        sizes |= {"kv_bytes": kv_cache_bytes, "max_model_len": max_model_len, "width_multiple": width_multiple}
-        sizes |= {"chunk_tokens": chunk_tokens}
+        sizes: dict[str, Any] = {"max_batch_size": max_batch_size, "block_size": block_size, "kv_bytes": kv_cache_bytes}
+        sizes |= {"max_model_len": max_model_len, "width_multiple": width_multiple, "chunk_tokens": chunk_tokens}
         computes: dict[str, Any] = {"dtype": dtype, "kernels": kernels, "threads": threads}
         computes |= {"half_weights": half_weights, "half_kv": half_kv, "take_weights": take_weights}
+        computes |= {"device": device, "triton": triton, "invariant": invariant}
         switches: dict[str, Any] = {"bucket_decode": bucket_decode, "persist_inputs": persist_inputs}
         switches |= {"capture_decode": capture_decode, "compile_decode": compile_decode}
         switches |= {"compact_rows": compact_rows, "gather_rows": gather_rows}
@@ -160,7 +164,7 @@ def watch_bits(engine: Engine, *, every: int) -> None:
         engine.recheck = Recheck(engine.forward, engine.cache, every=every)
 
 
-def switches(args: argparse.Namespace) -> dict[str, bool]:
+def switches(args: argparse.Namespace) -> dict[str, Any]:
     """The one place where switches are bundled: `--cuda-graphs` means all that a recording needs to be of use.
 
     `--persistent-batch` unset follows the capture; `--gather-rows` is the other way to keep rows at one address.
@@ -202,11 +206,17 @@ def backend(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
 
     dtype = getattr(torch, args.dtype)
     kernels, half = args.kernels, args.half_weights
+    if on_gpu(args):
+        halves = {"half_weights": bool(half), "half_kv": args.half_kv}
+        triton = kernels is not False and not args.compile
+        return {"device": args.device, "triton": triton, "invariant": args.invariant, **halves}
     if kernels is None:
         kernels = not args.compile and not why_no_kernels(dtype=dtype, device="cpu", block_size=args.block_size)
     if half is None:
         half = kernels and loaded.weights is not None and half_loss(loaded.weights).acceptable
     threads = torch.get_num_threads() if kernels else None
+    if args.invariant and not kernels:
+        raise UsageError("--invariant: the kernels alone promise it, and they are off")
     return {"kernels": kernels, "half_weights": half, "half_kv": args.half_kv, "threads": threads}
 
 
@@ -252,7 +262,8 @@ def boot_line(weights: str, engine: Engine, args: argparse.Namespace, *, seconds
     if facts is not None:
         held += f" (weights {facts['weight_bytes'] / 1e6:.0f} MB)" if held else ""
         promise = "invariant" if facts["schedule_invariant"] else "not invariant"
-        runs_on = f" on {facts['name']} (weights {facts['weights']}, K/V {facts['kv']}; schedule {promise})"
+        products = f"; products by the {facts['products']}" if "products" in facts else ""
+        runs_on = f" on {facts['name']} (weights {facts['weights']}, K/V {facts['kv']}; schedule {promise}{products})"
     return (
         f"{weights} | {args.engine} engine in {args.dtype}{runs_on}, {rows} rows, "
         f"up to {engine.max_model_len:,} tokens a request, "

@@ -89,7 +89,8 @@ def build_parser() -> argparse.ArgumentParser:
 def _engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
     parser.add_argument("--engine", choices=("fast", "reference"), default="fast", help="default: fast")
-    parser.add_argument("--dtype", choices=DTYPES[2:], default="float32", help="what to compute in (default: float32)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the fast engine; default: cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="what to compute in; halves need cuda")
     parser.add_argument("--max-batch-size", type=integer(1, 1024), default=32, metavar="R", help="rows; default: 32")
     parser.add_argument("--block-size", type=integer(1, 1024), default=16, metavar="S", help="default: 16 tokens")
     parser.add_argument("--kv-cache-memory", type=num_bytes, default=2**30, metavar="SIZE", help="default: 1GiB")
@@ -120,8 +121,8 @@ def _kernel_arguments(parser: argparse.ArgumentParser) -> None:
         "--kernels",
         action=on_off,
         default=None,
-        help="compute on the compiled CPU kernels, with the same bits under every schedule; default: where they can "
-        "run, which is in float32 and blocks of a multiple of 16 tokens",
+        help="compute on the compiled kernels, a CPU's or a GPU's; on a CPU, with the same bits under every schedule; "
+        "default: where they can run, which is on a CPU in float32 and blocks of a multiple of 16 tokens",
     )
     add(
         "--half-weights",
@@ -129,6 +130,11 @@ def _kernel_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="round the weights to half precision once and pack them so; default: with the kernels, where that keeps "
         "the checkpoint's precision",
+    )
+    add(
+        "--invariant",
+        action="store_true",
+        help="on cuda: matrix products whose rows have the same bits in any batch, slower than the library's",
     )
     add("--half-kv", action="store_true", help="keep K/V in half precision: twice the room, read in half the time")
 

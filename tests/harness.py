@@ -253,6 +253,7 @@ def fast_logits(engine: Engine, tokens: list[int]) -> Tensor:  # [V]
         block_size=block_size,
         max_model_len=length,
         dtype=engine.forward.dtype,
+        device=engine.forward.device,
         kernel_pool=own,
     )
     return engine.forward.prefill([Chunk(0, tuple(tokens), tuple(range(length)))], pool)[0].double()

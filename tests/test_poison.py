@@ -93,11 +93,19 @@ def run(path: str, rows: str, kind: str | None = None, value: float = NAN) -> Re
         sizes, dtype = {"num_blocks": 4, "block_size": 16}, torch.float32
     switches = (PATHS | KERNELS)[path] | ROWS[rows]
     engine = Engine.build(scenes.TINY, scenes.tiny_weights(), dtype=dtype, **(scenes.SIZES | sizes), **switches)
+    recorded = drive(engine, kind, value, steps=60)
+    assert not engine.has_work
+    recorded.stats = engine.stats()
+    return recorded
+
+
+def drive(engine: Engine, kind: str | None = None, value: float = NAN, *, steps: int) -> Recorded:
+    """The first steps of the rush on a new engine, warmed where it captures."""
     if engine.decode.captured is not None:
         engine.warm_decode()
     recorded, poisoner = Recorded(), Poisoner(engine, kind, value) if kind else None
     _watch(engine, recorded, poisoner)
-    for step in range(60):
+    for step in range(steps):
         for _, request in (pair for pair in scenes.RUSH if pair[0] == step):
             engine.submit(request)
         if poisoner is not None:
@@ -105,8 +113,6 @@ def run(path: str, rows: str, kind: str | None = None, value: float = NAN) -> Re
         for event in engine.step():
             recorded.events.append((step, event.request_id, event.token_id, event.finish_reason))
         recorded.kept.append(dict(_live_kv(engine)))
-    assert not engine.has_work
-    recorded.stats = engine.stats()
     return recorded
 
 

@@ -12,6 +12,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from reference.request import Request, SamplingParams
+from tests.gpu_mode import DEVICE
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,19 @@ KERNEL_ARMS |= {
     f"half-kv-{name}": Arm({**ARMS[name].switches, **_HALF_KV}, ARMS[name].warm, ARMS[name].eager)
     for name in ("exact-free", "warm-compact")
 }
+# And over the GPU's Triton kernels, interpreted where there is no card: slow, so for short traces.
+_TRITON: dict[str, Any] = {"triton": True, "device": DEVICE}
+GPU_ARMS = {
+    f"{kind}-{name}": Arm({**ARMS[name].switches, **on}, ARMS[name].warm, ARMS[name].eager)
+    for kind, on in (("triton", _TRITON), ("invariant", _TRITON | {"invariant": True}))
+    for name in ("exact-free", "warm-compact", "warm-gather")
+}
 ALL_ON = "warm-compact"  # what the command line bundles by default
 
 
 def arm_of(name: str) -> Arm:
-    """An arm by its name, of torch's operators or of the CPU kernels."""
-    return ARMS[name] if name in ARMS else KERNEL_ARMS[name]
+    """An arm by its name, of torch's operators or of the CPU's or the GPU's kernels."""
+    return (ARMS | KERNEL_ARMS | GPU_ARMS)[name]
 
 
 # `Trace.aborts` may name a state instead of an id: whoever is in it first, right before that step or a later one.
