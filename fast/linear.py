@@ -194,11 +194,16 @@ def half_loss(weights: ModelWeights) -> HalfLoss:
     return HalfLoss(overflows, lossy, total)
 
 
-def round_to_half(weights: ModelWeights) -> ModelWeights:
-    """The same model with every packed matrix rounded once; what both engines then compute from."""
+def round_to_half(weights: ModelWeights, *, in_place: bool = False) -> ModelWeights:
+    """The same model with every packed matrix rounded once; what both engines then compute from.
+
+    `in_place` rounds the layers of `weights` itself, one after the other, so that no second copy of them exists.
+    """
     if all(matrix.dtype == torch.float16 for matrix in _matrices(weights)):
         return weights
-    layers = [_rounded(layer) for layer in weights.layers]
+    layers = weights.layers if in_place else list(weights.layers)
+    for index, layer in enumerate(layers):
+        layers[index] = _rounded(layer)
     head = _half(weights.lm_head)
     embedding = head if weights.lm_head is weights.embedding else weights.embedding
     return ModelWeights(embedding=embedding, layers=layers, final_norm=weights.final_norm, lm_head=head)

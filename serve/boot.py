@@ -221,10 +221,10 @@ def backend(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
 
 
 def round_weights(loaded: LoadedModel) -> LoadedModel:
-    """The model with its matrices rounded to half precision once; itself when it was stored so."""
+    """The model with its matrices rounded to half precision once, in the memory that it has; itself when stored so."""
     from fast.linear import round_to_half
 
-    return loaded if loaded.weights is None else replace(loaded, weights=round_to_half(loaded.weights))
+    return loaded if loaded.weights is None else replace(loaded, weights=round_to_half(loaded.weights, in_place=True))
 
 
 def set_threads(threads: int | None) -> None:

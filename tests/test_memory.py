@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from fast.backend import handing_over
 from fast.engine import Engine
-from fast.linear import MATRICES
+from fast.linear import MATRICES, round_to_half
 from reference.checkpoint import checkpoint_name
 from reference.request import Request, SamplingParams
 from reference.weights import load_weights, random_weights
@@ -55,6 +55,17 @@ def test_a_matrix_leaves_the_model_when_it_is_read():
     assert shape == tuple(handed.layers[1].q.shape)
     assert handed.layers[0].input_norm is handed.layers[0].input_norm  # small things stay
     assert handed.embedding is weights.embedding
+
+
+def test_rounding_in_place_keeps_no_second_copy():
+    weights = random_weights(TINY, seed=3)
+    apart = round_to_half(weights)
+    first = weakref.ref(weights.layers[0].q)
+    assert first() is not None  # the caller's own stay as they are
+    held = round_to_half(weights, in_place=True)
+    assert held.layers is weights.layers
+    assert first() is None
+    assert all(torch.equal(a, b) for a, b in zip(apart.tensors(), held.tensors(), strict=True))
 
 
 @linux

@@ -34,7 +34,7 @@ def write_gguf(folder: Path, out: Path, *, half: bool) -> None:
     config = ModelConfig.from_dir(folder)
     if config.architecture != "llama" or config.rope_scaling is not None:
         raise ValueError(f"{folder}: {config.architecture} is not a plain Llama")
-    part = out.with_suffix(".part")
+    part = out.with_name(f"{out.name}.part")
     writer = gguf.GGUFWriter(part, "llama")
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_positions)

@@ -74,7 +74,7 @@ def as_openvino(home: Path, model: Path) -> Path:
     if not (out / "openvino_model.xml").is_file():
         command = [str(home.absolute() / "openvino" / "bin" / "python"), "-m", "optimum.commands.optimum_cli"]
         command += ["export", "openvino", "--model", str(model), "--task", "text-generation-with-past"]
-        part = out.with_suffix(".part")
+        part = out.with_name(f"{out.name}.part")
         run([*command, "--weight-format", "fp16", str(part)], home / "logs" / "export.log", seconds=INSTALL_SECONDS)
         part.replace(out)
     return out
