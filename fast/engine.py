@@ -27,7 +27,7 @@ from fast.decode import DEFAULT_WIDTH_MULTIPLE, DecodePath
 from fast.pool import KVPoolPlan, plan_pool
 from fast.prefill import PrefillPath
 from fast.recheck import Recheck
-from fast.record import Mark, StepRecord, StepRecorder, unheard
+from fast.record import Listeners, Mark, StepRecord, unheard
 from fast.rows import Rows, Sequence, random_seed
 from fast.sampling import Sampled, sample_rows
 from fast.scheduler import Scheduler
@@ -79,7 +79,8 @@ class Engine:
         self._open: dict[str, Sequence] = {}  # every request whose last event is still to come
         self._aborted: list[str] = []  # ended, but the next step is yet to say so
         self._arrivals = 0
-        self._recorder: StepRecorder | None = None
+        parts: dict[str, Any] = {"scheduler": self.scheduler, "cache": cache, "decode": self.decode}
+        self.listeners = Listeners(**parts, clock=time.perf_counter_ns)
 
     @classmethod
     def build(
@@ -179,8 +180,8 @@ class Engine:
         self._open[request.id] = sequence
         self.scheduler.add(sequence)
         self.recheck.submitted(sequence)
-        if self._recorder is not None:
-            self._recorder.submitted(request, seed=sequence.seed)
+        if self.listeners.recorder is not None:
+            self.listeners.recorder.submitted(request, seed=sequence.seed)
 
     def abort(self, request_id: str) -> None:
         """Drop a request whatever its state: row and blocks are free at once, its event comes with the next step."""
@@ -190,9 +191,9 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One token for each row that decodes, and for each whose prompt is computed whole."""
-        if self._recorder is None:
+        if self.listeners.recorder is None:
             return self._step(unheard)
-        return self._recorder.record(self._step, number=self.steps + 1)
+        return self.listeners.recorder.record(self._step, number=self.steps + 1)
 
     def idle(self) -> bool:
         """One forward of a re-run, as `Recheck.turn`, while no request is open; False when there is nothing to do."""
@@ -206,11 +207,11 @@ class Engine:
         """
         if on_step is not None and self._open:
             raise ValueError(f"on_step: {len(self._open)} requests are open, records begin on an idle engine")
-        self._recorder = None
-        if on_step is not None:
-            self._recorder = StepRecorder(
-                on_step, scheduler=self.scheduler, cache=self.cache, decode=self.decode, clock=time.perf_counter_ns
-            )
+        self.listeners.trace(on_step)
+
+    def watch_steps(self, on_step: Callable[[StepRecord], None] | None) -> None:
+        """As `record_steps`, beside it and at any time: the first record tells every row and block there is."""
+        self.listeners.watch(on_step)
 
     def describe(self) -> dict[str, Any]:
         """The facts of start-up: limits, memory plan, switches and warm list."""

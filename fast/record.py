@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Protocol
 
 from fast.cache import BatchedPagedKVCache
@@ -78,19 +79,20 @@ class StepRecorder:
     """Listens to one engine, and calls `on_step` with each step's record once the step is over.
 
     `clock` counts nanoseconds from any start. Attach it while the engine is idle, so that every request of a record
-    was submitted in it or in an earlier one.
+    was submitted in it or in an earlier one; a watcher may come and go at any time.
     """
 
     def __init__(
         self,
-        on_step: Callable[[StepRecord], None],
+        on_step: Callable[[StepRecord], None] | None,
         *,
         scheduler: Scheduler,
         cache: BatchedPagedKVCache,
         decode: DecodePath,
         clock: Callable[[], int],
     ) -> None:
-        self._on_step = on_step
+        self.on_step = on_step
+        self.watcher: Callable[[StepRecord], None] | None = None
         self._scheduler, self._cache, self._decode = scheduler, cache, decode
         self._clock = clock
         self._start = self._since = clock()
@@ -102,6 +104,11 @@ class StepRecorder:
         self._rows: dict[int, str] = {}
         self._blocks: dict[int, tuple[int, ...]] = {}
         self._gates = _gate_counts()
+
+    def watch(self, watcher: Callable[[StepRecord], None] | None) -> None:
+        """Tell `watcher` too, beginning with a record of every row and block; None ends that."""
+        self.watcher = watcher
+        self._records = 0
 
     def submitted(self, request: Request, *, seed: int) -> None:
         """A request joined the queue; `seed` is the one it draws with, whoever chose it."""
@@ -172,7 +179,33 @@ class StepRecorder:
         )
         self._gates = gates
         self._records += 1
-        self._on_step(draft)
+        for told in (self.on_step, self.watcher):
+            if told is not None:
+                told(draft)
+
+
+class Listeners:
+    """Who hears of an engine's steps: a trace, from an idle moment on, and a watcher at any time. `recorder` is None,
+    and a step costs nothing more, while nobody does."""
+
+    def __init__(
+        self, *, scheduler: Scheduler, cache: BatchedPagedKVCache, decode: DecodePath, clock: Callable[[], int]
+    ) -> None:
+        self.recorder: StepRecorder | None = None
+        self._new = partial(StepRecorder, scheduler=scheduler, cache=cache, decode=decode, clock=clock)
+
+    def trace(self, on_step: Callable[[StepRecord], None] | None) -> None:
+        """Tell `on_step` from the next step on; None ends that. The watcher stays."""
+        watcher = None if self.recorder is None else self.recorder.watcher
+        self.recorder = None if on_step is None else self._new(on_step)
+        if watcher is not None:
+            self.watch(watcher)
+
+    def watch(self, on_step: Callable[[StepRecord], None] | None) -> None:
+        """Tell `on_step` too, beginning with every row and block there is; None ends that. The trace goes on."""
+        recorder = self.recorder or self._new(None)
+        recorder.watch(on_step)
+        self.recorder = None if on_step is None and recorder.on_step is None else recorder
 
 
 def request_dict(request: Request) -> dict[str, Any]:

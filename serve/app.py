@@ -29,10 +29,12 @@ from serve.errors import NOT_FOUND, ApiError, from_value_error, install_error_ha
 from serve.guard import install_guards
 from serve.guide import Guides
 from serve.limits import ServerLimits
+from serve.live import LiveSteps
 from serve.loop import EngineLoop
 from serve.memory import memory
 from serve.metrics import CONTENT_TYPE, Metrics
 from serve.openapi import document_bodies, gives, takes
+from serve.playground import playground
 from serve.prompts import Job, check_num_answers, limits_of, plan_chat, plan_completion
 from serve.protocol import ChatBody, CompletionBody, SamplingBody
 from serve.replies import ChatReply, CompletionReply, to_json, usage
@@ -124,6 +126,7 @@ class Api:
         self._created = int(time.time())
         self._boot = boot
         self._metrics = metrics
+        self._live = LiveSteps(loop, boot=boot, keep_alive_s=limits.keep_alive_s)
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`."""
@@ -162,6 +165,14 @@ class Api:
     async def metrics(self) -> Response:
         """`GET /metrics`: Prometheus's text format."""
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
+
+    async def steps(self) -> Response:
+        """`GET /steps`: the engine's picture, as server-sent events."""
+        return self._live.open()
+
+    async def playground(self) -> Response:
+        """`GET /`: the page that shows it, beside a chat."""
+        return playground()
 
     async def ready(self) -> Response:
         """`GET /ready`: 200 while a request would be taken, else the 503, or 429, that it would meet."""
@@ -262,6 +273,8 @@ def _add_routes(app: FastAPI, api: Api) -> None:
     app.get("/ready", openapi_extra=gives("429", "503"))(api.ready)
     app.get("/version", openapi_extra=gives())(api.version)
     app.get("/metrics", openapi_extra=gives(text=True))(api.metrics)
+    app.get("/steps", include_in_schema=False)(api.steps)
+    app.get("/", include_in_schema=False)(api.playground)
 
 
 def _json_response(value: Any, *, status: int = 200) -> Response:

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve.errors import ApiError
 from serve.limits import ServerLimits
+from serve.playground import playground
 
 OPEN_PATHS = ("/health", "/ready")
 
@@ -49,7 +50,9 @@ class KeyGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on or refuse."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
-            refusal = ApiError(401, REFUSAL, code="invalid_api_key").response()
+            # A browser cannot send a key before it has a page to enter it in; this one holds nothing of the server.
+            page = scope["path"] == "/"
+            refusal = playground(status=401) if page else ApiError(401, REFUSAL, code="invalid_api_key").response()
             refusal.headers["www-authenticate"] = "Bearer"
             await refusal(scope, receive, send)
         else:

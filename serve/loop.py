@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 from gates import GateError
 from gates.stream import check_answers_end_once
@@ -42,6 +43,22 @@ class _Submit:
 @dataclass(frozen=True, slots=True)
 class _Abort:
     request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    on_step: Callable[[Any], None] | None
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """An engine that tells of its steps to whoever joins."""
+
+    def watch_steps(self, on_step: Callable[[Any], None] | None) -> None:
+        """Call `on_step` with a record of each step from now on; None ends that."""
+
+
+_Command = _Submit | _Abort | _Watch
 
 
 class EngineLoop:
@@ -68,7 +85,7 @@ class EngineLoop:
         self._request_timeout_s = request_timeout_s
         self._on_death = on_death
         self._observer = observer or Unobserved()
-        self._commands: queue.SimpleQueue[_Submit | _Abort | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         # Owned by the event loop's thread.
         self._tickets: set[Ticket] = set()
@@ -172,6 +189,15 @@ class EngineLoop:
         """Answers that are still to end."""
         return sum(ticket.num_open for ticket in self._tickets)
 
+    @property
+    def can_watch(self) -> bool:
+        """True for an engine that tells of its steps."""
+        return isinstance(self._engine, Watched)
+
+    def watch(self, on_step: Callable[[Any], None] | None) -> None:
+        """Have `on_step` called on the event loop's thread with a record of every step; None ends that."""
+        self._commands.put(_Watch(on_step))
+
     def check_up(self) -> None:
         """Raise the 503 of an engine that cannot take requests."""
         status = self.status
@@ -244,8 +270,10 @@ class EngineLoop:
                 self._leaving = True
             elif isinstance(command, _Submit):
                 self._admit(command)
-            else:
+            elif isinstance(command, _Abort):
                 self._drop(command)
+            else:
+                self._tell(command)
         events: list[Event] = []
         if self._engine.has_work or self._aborted:
             self._aborted = False
@@ -256,7 +284,7 @@ class EngineLoop:
         self._hand_over(events, began_s=self._busy_since)
         self._busy_since = None
 
-    def _take(self, *, wait: bool) -> list[_Submit | _Abort | None]:
+    def _take(self, *, wait: bool) -> list[_Command | None]:
         """All commands there are, at least one when there is nothing else to do."""
         while wait and self._commands.empty() and self._idle_turn():
             pass
@@ -297,6 +325,11 @@ class EngineLoop:
             if request_id in self._routes:
                 self._engine.abort(request_id)
                 self._aborted = True
+
+    def _tell(self, command: _Watch) -> None:
+        if isinstance(self._engine, Watched):
+            on_step = command.on_step
+            self._engine.watch_steps(None if on_step is None else partial(self._call, on_step))
 
     def _hand_over(self, events: list[Event], *, began_s: float) -> None:
         """One call into the event loop for all that a step gave."""

@@ -228,7 +228,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(
     assert len(warnings) == 1
     assert f"tracing stopped after {writer.lines} lines ([Errno 28] No space left on device)" in warnings[0]
     assert writer.failures == 1
-    assert engine._recorder is None, "and recording costs nothing any more"
+    assert engine.listeners.recorder is None, "and recording costs nothing any more"
     (tmp_path / "kept").write_bytes(disk.getvalue())
     reader = TraceReader(tmp_path / "kept")
     assert len(list(reader)) == writer.lines - 1
