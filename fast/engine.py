@@ -32,12 +32,12 @@ from fast.rows import Rows, Sequence, random_seed
 from fast.sampling import Sampled, sample_rows
 from fast.scheduler import Scheduler
 from fast.warmup import WarmupReport
-from gates import FULL, enabled
+from gates import FULL, GateError, enabled
 from gates.engine import check_gauges, check_within_limits
 from gates.sampling import check_end_allowed
 from reference import request as contract
 from reference.config import ModelConfig
-from reference.request import Completion, Event, Request, validate_submit
+from reference.request import Completion, Event, Request, TokenLogprobs, validate_submit
 from reference.weights import ModelWeights
 
 
@@ -75,6 +75,7 @@ class Engine:
         if compactor is not None:
             compactor.on_move = self._move_row
         self.steps = 0
+        self.fail_alone = False  # a gate that speaks of one answer ends that one, instead of the step; servers want it
         self._seed_source = seed_source
         self._open: dict[str, Sequence] = {}  # every request whose last event is still to come
         self._aborted: list[str] = []  # ended, but the next step is yet to say so
@@ -303,7 +304,7 @@ class Engine:
         stored = [self.cache.tables[row].length for row in rows]
         self.recheck.saw([self.scheduler.running[row] for row in rows], logits)
         highest = self.forward.highest if isinstance(self.forward, KernelBackend) else None
-        return sample_rows(logits, self.rows, index=rows, positions=stored, highest=highest)
+        return sample_rows(logits, self.rows, index=rows, positions=stored, highest=highest, fail_alone=self.fail_alone)
 
     def _commit(self, rows: tuple[int, ...], sampled: Sampled) -> list[Event]:
         events = []
@@ -312,15 +313,25 @@ class Engine:
             if error is not None:
                 event = Event(sequence.request.id, None, "error", error=error)
             else:
-                sequence.tokens.append(token)
-                self.rows.count(row, token)
-                event = Event(sequence.request.id, token, self._finish_reason(sequence), logprobs)
-                if sequence.guide is not None and event.finish_reason is None:
-                    sequence.guide.accept(token)
+                event = self._take(sequence, row, token, logprobs)
             if event.finish_reason is not None:
                 self.scheduler.release(sequence)
             events.append(event)
         return events
+
+    def _take(self, sequence: Sequence, row: int, token: int, logprobs: TokenLogprobs | None) -> Event:
+        """A token joins its sequence. A gate that this breaks speaks of this answer and of no other."""
+        try:
+            sequence.tokens.append(token)
+            self.rows.count(row, token)
+            reason = self._finish_reason(sequence)
+            if sequence.guide is not None and reason is None:
+                sequence.guide.accept(token)
+            return Event(sequence.request.id, token, reason, logprobs)
+        except GateError as fault:
+            if not self.fail_alone:
+                raise
+            return Event(sequence.request.id, None, "error", error=str(fault))
 
     def _finish_reason(self, sequence: Sequence) -> str | None:
         """`stop` for an id that ends the answer (it is emitted all the same), `length` for a limit, else None."""

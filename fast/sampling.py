@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fast.rows import Rows
-from gates import FULL, enabled
+from gates import FULL, GateError, enabled
 from gates.sampling import (
     check_draw_position,
     check_guides_told,
@@ -53,10 +53,12 @@ def sample_rows(
     index: Sequence[int],  # N: the row of the batch that each row of logits belongs to
     positions: Sequence[int],  # N: the place, in its sequence, of the token chosen here
     highest: Highest | None = None,
+    fail_alone: bool = False,
 ) -> Sampled:
     """Choose one token a row by the order of work that `SamplingParams` states.
 
-    `highest` finds each row's highest logit and the lowest id that has it, as `highest_logits` does.
+    `highest` finds each row's highest logit and the lowest id that has it, as `highest_logits` does. With `fail_alone`
+    a row whose choice breaks a gate gets that as its error, and the others their tokens.
     """
     at = np.asarray(index, np.int64)
     known = [len(rows.sequence[row].tokens) for row in index]
@@ -81,16 +83,17 @@ def sample_rows(
     errors = [_error(bool(usable[n]), bool(masked[n]), allowed[n]) for n in range(len(index))]
     chosen = [int(token) if error is None else NO_TOKEN for token, error in zip(tokens, errors, strict=True)]
     good = [n for n, error in enumerate(errors) if error is None]
-    check_token_allowed(
-        token_ids=[chosen[n] for n in good],
-        vocab_size=raw.shape[1],
-        forbidden_ids=[forbidden[n] for n in good],
-    )
-    if guided.any():
-        check_token_guided(
-            token_ids=[chosen[n] for n in good],
-            allowed=[_own_guide_allows(rows, index[n], chosen[n]) for n in good],
-        )
+
+    def judge(some: Sequence[int]) -> None:
+        token_ids = [chosen[n] for n in some]
+        check_token_allowed(token_ids=token_ids, vocab_size=raw.shape[1], forbidden_ids=[forbidden[n] for n in some])
+        if guided.any():
+            own = [_own_guide_allows(rows, index[n], chosen[n]) for n in some]
+            check_token_guided(token_ids=token_ids, allowed=own)
+
+    for place, fault in _faults(judge, good, fail_alone).items():
+        chosen[place], errors[place] = NO_TOKEN, fault
+        good.remove(place)
     wanted = rows.logprobs[at]
     asked = {n: _logprobs(raw[n], chosen[n], num_top=int(wanted[n])) for n in good if wanted[n] >= 0}
     return Sampled(chosen, [asked.get(n) for n in range(len(chosen))], errors)
@@ -114,6 +117,22 @@ def uniform(seeds: Ints, positions: Ints) -> Floats:  # [n], [n] -> [n]
         k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low32, (k1 + np.uint64(0xBB67AE85)) & low32
     bits = (x1 << shift | x0) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
+
+
+def _faults(judge: Callable[[Sequence[int]], None], rows: Sequence[int], fail_alone: bool) -> dict[int, str]:
+    """The rows that `judge` rejects, each with its gate's words; without `fail_alone` the first one raises."""
+    faults: dict[int, str] = {}
+    try:
+        judge(rows)
+    except GateError:
+        if not fail_alone:
+            raise
+        for n in rows:
+            try:
+                judge([n])
+            except GateError as fault:
+                faults[n] = str(fault)
+    return faults
 
 
 def _host(logits: Tensor) -> NDArray[np.floating]:  # [N, V]

@@ -164,6 +164,14 @@ def watch_bits(engine: Engine, *, every: int) -> None:
         engine.recheck = Recheck(engine.forward, engine.cache, every=every)
 
 
+def let_answers_fail_alone(engine: Engine) -> None:
+    """Have a gate that speaks of one answer end that one, not the engine with everybody else's."""
+    from fast.engine import Engine as FastEngine
+
+    if isinstance(engine, FastEngine):
+        engine.fail_alone = True
+
+
 def switches(args: argparse.Namespace) -> dict[str, Any]:
     """The one place where switches are bundled: `--cuda-graphs` means all that a recording needs to be of use.
 
@@ -284,6 +292,7 @@ def serve(args: argparse.Namespace) -> int:
     limits, sinks = limits_from(args), record_sinks(args)
     with listen(args.host, args.port) as listener, terminate_as_interrupt():
         loaded, engine = boot(args)
+        let_answers_fail_alone(engine)
         name, url = args.served_model_name or loaded.name, base_url(listener)
         print(f"serving on {url}/v1 (Ctrl-C stops); try:\n{example(url, name, chat=has_chat(loaded))}", flush=True)
         try:

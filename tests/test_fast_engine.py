@@ -274,6 +274,44 @@ def test_a_row_with_a_broken_number_ends_alone(monkeypatch: pytest.MonkeyPatch):
     assert engine.stats()["free_blocks"] == 12
 
 
+def to_the_end(engine: Engine, events: list[Event]) -> None:
+    while engine.has_work:
+        events += engine.step()
+
+
+@pytest.mark.parametrize("broken", ["length", "early end", "mask"])
+def test_a_request_that_breaks_a_gate_ends_alone_where_that_is_wanted(broken: str, monkeypatch: pytest.MonkeyPatch):
+    params = replace(GREEDY, max_tokens=6, min_tokens=2)
+    requests = [Request((5 + i, 9), params, f"r{i}") for i in range(3)]
+    calm = {done.request_id: done.token_ids for done in tiny_engine(num_blocks=12).generate(requests)}
+    for alone in (True, False):
+        engine = tiny_engine(num_blocks=12)
+        engine.fail_alone = alone
+        for request in requests:
+            engine.submit(request)
+        victim = engine._open["r1"]
+        if broken == "length":
+            victim.max_tokens = 9  # the limit that another request asked for
+        elif broken == "early end":
+            victim.ends = frozenset(range(61))  # every token ends it, though it has a minimum
+        else:
+            victim.forbidden = (calm["r1"][0],)
+            monkeypatch.setattr("fast.sampling._change", lambda *arguments: None)
+        events: list[Event] = []
+        if not alone:
+            with pytest.raises(GateError):
+                to_the_end(engine, events)
+            continue
+        to_the_end(engine, events)
+        [failed] = [event for event in events if event.finish_reason == "error"]
+        assert failed.request_id == "r1"
+        assert failed.error is not None
+        assert failed.error.startswith("gate ")
+        for name in ("r0", "r2"):
+            assert [event.token_id for event in events if event.request_id == name] == calm[name]
+        assert engine.stats()["free_blocks"] == 12
+
+
 def test_gate_rejects_a_prefill_that_counts_one_token_too_few(monkeypatch: pytest.MonkeyPatch):
     advance = BatchedPagedKVCache.advance_row
 
