@@ -56,12 +56,12 @@
 
     function facts(step) {
       var moved = step.moves.map(function (m) { return "row " + m[0] + " \u2192 " + m[1]; });
-      var tokens = step.admitted.reduce(function (sum, a) { return sum + a[2]; }, 0);
+      var chunks = step.chunks.map(function (c) { return plural(c[2], "token") + " of row " + c[0] + " from " + c[1]; });
       return {
         grow: step.preempted.length ? "preempts " + step.preempted.join(", ") : "",
         compact: moved.join(", "),
         admit: step.admitted.map(function (a) { return a[1] + " into row " + a[0]; }).join(", "),
-        prefill: tokens ? plural(tokens, "token") : "",
+        prefill: chunks.join(", "),
         decode: step.decode_rows.length ? plural(step.decode_rows.length, "row") +
           (step.bucket ? " in bucket " + step.bucket[0] + " \u00D7 " + step.bucket[1] : "") +
           (step.replayed ? ", replayed" : ", eager: " + step.reason) : "",

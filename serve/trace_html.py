@@ -75,9 +75,8 @@ def page(data: dict[str, Any], *, title: str) -> str:
 def _frame(step: TraceStep, stored: dict[str, int]) -> dict[str, Any]:
     """One step; `stored` is carried from step to step."""
     written = {step.rows[row]: 1 for row in step.decode_rows if row in step.rows}
-    for _, name, tokens in step.admitted:
-        stored[name] = 0
-        written[name] = tokens
+    stored.update(dict.fromkeys((name for _, name, _ in step.admitted), 0))
+    written |= {step.rows[row]: tokens for row, _, tokens in step.chunks}
     for name, tokens in written.items():
         stored[name] = stored.get(name, 0) + tokens
     return {
@@ -86,6 +85,7 @@ def _frame(step: TraceStep, stored: dict[str, int]) -> dict[str, Any]:
         "preempted": list(step.preempted),
         "moves": _pairs(step.moves),
         "admitted": _pairs(step.admitted),
+        "chunks": _pairs(step.chunks),
         "queue": list(step.queue),
         "decode_rows": list(step.decode_rows),
         "rows": dict(step.rows),

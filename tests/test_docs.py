@@ -23,6 +23,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "made" not in path.parts)
 DAYS = sorted((DOCS / "days").glob("day*.md"))
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.S | re.M)
+STORY = re.compile(r"Story: (\w+)\.")
 SECTIONS = [
     "The problem",
     "What must hold",
@@ -157,6 +158,15 @@ def test_a_day_has_the_form_of_a_day(page: Path):
     words = len(re.sub(r"```.*?```", "", re.sub(r"^\[\[.*$", "", text, flags=re.M), flags=re.S).split())
     assert 500 <= words <= 1400, f"{words} words of prose"
     assert not re.search(r"\b(simply|just|obviously|basically)\b", text.replace("obviously right", ""), re.I)
+
+
+def test_every_story_of_a_module_is_a_page():
+    pages = {page.stem.partition("-")[2] for page in DAYS} | {page.stem for page in PAGES}
+    told = {}
+    for path in [ROOT / p for p in regions.modules()]:
+        found = STORY.search(ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "")
+        told[path.relative_to(ROOT).as_posix()] = found[1] if found else ""
+    assert not {path: story for path, story in told.items() if story not in pages}
 
 
 def test_the_navigation_has_every_page():

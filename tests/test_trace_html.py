@@ -22,7 +22,8 @@ from tests.pages import runs
 @pytest.fixture
 def trace(tmp_path: Path) -> tuple[Path, list[dict[int, int]]]:
     """A trace with preemptions, and after each step the tokens that the engine's own tables held in it."""
-    engine = tiny_engine(max_batch_size=3, block_size=4, num_blocks=8, compact_rows=True, bucket_decode=True)
+    sizes = {"max_batch_size": 3, "block_size": 4, "num_blocks": 8, "chunk_tokens": 6}
+    engine = tiny_engine(**sizes, compact_rows=True, bucket_decode=True)
     path = tmp_path / "trace.jsonl"
     attach_trace(engine, path, model="tiny", config=TINY)
     for name, prompt, answer in (("A", 5, 14), ("B", 6, 14), ("</script>", 7, 14)):
@@ -35,17 +36,20 @@ def trace(tmp_path: Path) -> tuple[Path, list[dict[int, int]]]:
 
 
 def _lengths_when_sampled(engine: Engine) -> dict[int, int]:
-    """Run one step; tokens stored by row at the moment of sampling, before rows that ended are vacated."""
+    """Run one step; tokens stored by row as they were planned, before rows that ended are vacated."""
     seen: dict[int, int] = {}
-    sample = engine._sample
+    schedule = engine.scheduler.schedule
 
-    def watched(logits, rows):
-        seen.update({row: engine.cache.tables[row].length for row in rows})
-        return sample(logits, rows)
+    def watched():
+        output = schedule()
+        counts = dict.fromkeys(output.decode_rows, 1) | {chunk.row: chunk.count for chunk in output.chunks}
+        lengths = {row: engine.cache.tables[row].length for row in engine.scheduler.running}
+        seen.update({row: length + counts.get(row, 0) for row, length in lengths.items()})
+        return output
 
-    engine._sample = watched  # type: ignore[method-assign]
+    engine.scheduler.schedule = watched  # type: ignore[method-assign]
     engine.step()
-    engine._sample = sample  # type: ignore[method-assign]
+    engine.scheduler.schedule = schedule  # type: ignore[method-assign]
     return seen
 
 

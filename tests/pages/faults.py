@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fast.chunk import share_budget
 from reference.attention import dense_attention
 from reference.batch import run_batch
 from reference.blocks import BatchedPagedKVCache
@@ -25,6 +26,7 @@ from serve.answer import Answer
 from tests.harness import TINY, tiny_reference, tiny_weights
 from tests.museum.catalogue import EXHIBITS
 from tests.museum.exhibit import HARMLESS, LOCKSTEP, Caught, Edit, applied, watch
+from tests.pages import runs
 from tests.pages.catalogue import diff
 
 ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -58,6 +60,13 @@ def accented() -> None:
     data = "café".encode()
     for index, byte in enumerate(data):
         answer.push(Event("a", byte, "length" if index == len(data) - 1 else None))
+
+
+def hash_end() -> None:
+    """An answer that ends in the beginning of a stop string that does not come."""
+    answer = Answer(ByteTokenizer(), SamplingParams(max_tokens=2, stop=("###",)))
+    answer.push(Event("a", ord("a"), None))
+    answer.push(Event("a", ord("#"), "length"))
 
 
 def alone() -> None:
@@ -114,6 +123,18 @@ OWN: dict[str, Fault] = {
         "Without gates the engine says for ever that it has work, and its owner steps it for ever",
     ),
 }
+OWN |= {
+    "chunk": Fault(
+        (Edit(share_budget, "budget - budget // 2)", "budget)"),),
+        runs.chunk,
+        "Without gates every token is right, and the short prompt waits until the long one is computed",
+    ),
+    "stream": Fault(
+        (Edit(Answer.push, "safe += tail + self._matcher.flush()", "safe += tail"),),
+        hash_end,
+        "Without gates the client reads `a` where the answer is `a#`",
+    ),
+}
 FROM_THE_MUSEUM = {
     "scheduler": "the preempted go back to the front",
     "plan": "each row has its own position",
@@ -124,6 +145,8 @@ FROM_THE_MUSEUM = {
     "warmup": "a warm batch has no rows",
     "wiring": "nothing is recorded in front of a client",
     "compact": "a move copies the whole live prefix",
+    "attention": "a padded row computes finite numbers",
+    "lockstep": "a penalty sees every token of the answer",
 }
 
 

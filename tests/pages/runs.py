@@ -73,6 +73,12 @@ def compact() -> TraceReader:
     )
 
 
+def chunk() -> TraceReader:
+    """A long prompt arrives while two rows decode, and a short one behind it: ten tokens a step, shared."""
+    arrivals = [(0, "A", 4, 14), (0, "B", 5, 14), (3, "L", 29, 3), (4, "S", 3, 4)]
+    return traced(arrivals, num_blocks=24, chunk_tokens=10, compact_rows=True, **CAPTURED)
+
+
 def free() -> TraceReader:
     """The run of `compact` with rows that never move."""
     lengths = (4, 8, 16, 8, 4, 8, 16, 8)
@@ -84,6 +90,7 @@ STEPPERS: dict[str, Callable[[], TraceReader]] = {
     "slots": slots,
     "buckets": buckets,
     "compact": compact,
+    "chunk": chunk,
 }
 
 
