@@ -1,6 +1,6 @@
 """The command group `nanoserve bench`: each measurement is a module of its own, imported when it is asked for.
 
-Proof: tests/test_bench_serve.py, tests/test_bench_engine.py. Story: metrics.
+Proof: tests/test_bench_serve.py, tests/test_bench_soak.py, tests/test_bench_engine.py. Story: metrics.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def add_bench_arguments(commands: argparse._SubParsersAction[Any], *, default_mo
         actions.add_parser("serve", help="the server under an open load, arms in turn", allow_abbrev=False),
         default_model=default_model,
     )
+    _soak_arguments(actions.add_parser("soak", help="rude clients, a tight pool, and what is left", allow_abbrev=False))
     _decode_arguments(actions.add_parser("decode", help="time decode steps", allow_abbrev=False), default_model)
     _prefill_arguments(actions.add_parser("prefill", help="time whole prompts", allow_abbrev=False), default_model)
 
@@ -32,6 +33,10 @@ def bench(args: argparse.Namespace) -> int:
         from serve.bench_serve import bench_serve
 
         return bench_serve(args)
+    if args.action == "soak":
+        from serve.bench_soak import bench_soak
+
+        return bench_soak(args)
     from serve.bench_engine import bench_engine
 
     return bench_engine(args)
@@ -52,6 +57,16 @@ def _serve_arguments(parser: argparse.ArgumentParser, *, default_model: str) -> 
     add("--max-batch-size", type=integer(1, 1024), default=32, metavar="R", help="rows; default: 32")
     add("--max-model-len", type=integer(1), metavar="T")
     add("--threads", type=integer(1, 1024), metavar="N", help="of each server")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _soak_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--seconds", type=integer(1), default=600, metavar="S", help="default: 600")
+    add("--clients", type=integer(1, 256), default=24, metavar="N", help="at once; default: 24")
+    add("--seed", type=integer(0), default=0, help="of what the clients do; default: 0")
+    add("--model", default="tiny-random", help="default: tiny-random")
+    add("--kv-cache-memory", metavar="SIZE", help="default: room for a few of the clients' answers")
     add("--json", action="store_true", help="print one JSON object")
 
 

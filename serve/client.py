@@ -33,6 +33,7 @@ class Sample:
     text: str = ""
     num_tokens: int = 0
     error: str = ""
+    num_ends: int = 0  # finish reasons that came
 
     @property
     def ok(self) -> bool:
@@ -63,8 +64,8 @@ async def fetch(url: str, path: str) -> tuple[int, bytes]:
     Raises:
         OSError: the server cannot be reached, or hung up.
     """
-    async with _answered(url, "GET", path, b"") as (status, reader, headers):
-        parts = [part async for part in _parts(reader, headers)]
+    async with answered(url, "GET", path, b"") as (status, reader, headers):
+        parts = [part async for part in parts_of(reader, headers)]
     return status, b"".join(parts)
 
 
@@ -73,9 +74,9 @@ async def stream(url: str, path: str, body: dict[str, Any], *, due_s: float) -> 
     sample = Sample(due_s, sent_s=time.perf_counter())
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
     try:
-        async with _answered(url, "POST", path, json.dumps(asked).encode()) as (status, reader, headers):
+        async with answered(url, "POST", path, json.dumps(asked).encode()) as (status, reader, headers):
             sample.status = status
-            parts = _parts(reader, headers)
+            parts = parts_of(reader, headers)
             if status != 200:
                 sample.error = b"".join([part async for part in parts]).decode("utf-8", "replace")
             else:
@@ -110,15 +111,22 @@ def _note(sample: Sample, chunk: dict[str, Any], now: float) -> None:
     for choice in chunk.get("choices", ()):
         text = choice.get("text") or choice.get("delta", {}).get("content") or ""
         sample.text += text
+        sample.num_ends += choice["finish_reason"] is not None
         if text or choice["finish_reason"] is not None:
             sample.token_times_s.append(now)
 
 
 @asynccontextmanager
-async def _answered(
+async def answered(
     url: str, method: str, path: str, body: bytes
 ) -> AsyncIterator[tuple[int, asyncio.StreamReader, dict[str, str]]]:
-    """Send one request; the status, the rest of the connection, and the headers by lower-case name."""
+    """Send one request; the status, the rest of the connection, and the headers by lower-case name.
+
+    The connection is closed when the block ends, whatever is still to come.
+
+    Raises:
+        OSError, asyncio.IncompleteReadError: the server cannot be reached, or hung up before it answered.
+    """
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=LIMIT_BYTES)
     try:
@@ -134,7 +142,7 @@ async def _answered(
         writer.close()
 
 
-async def _parts(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
+async def parts_of(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
     """The body as it arrives: chunk by chunk, or whole when its length was told."""
     if headers.get("transfer-encoding") != "chunked":
         yield await reader.readexactly(int(headers.get("content-length", "0")))
