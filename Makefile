@@ -8,7 +8,7 @@ PORT ?= 8000
 ARGS ?=
 PYTEST_ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat model test differential bench bench-peers figures docs lint types clean
+.PHONY: help venv serve chat model test differential bench gpu bench-peers figures docs lint types clean
 
 help: ## what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 16
@@ -51,6 +51,9 @@ bench: $(VENV)/.dev model ## the benchmarks, each correct first, then timed
 
 bench-peers: $(VENV)/.dev model ## other engines on the same model, in turn: a table (the first run installs them in .venv-peers)
 	$(PY) -m tests.bench.peers $(ARGS)
+
+gpu: ## on a machine with a card: the tests that need one, then its benches
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m tests.gpu_run $(ARGS)
 
 figures: $(VENV)/.dev ## print the exact figures, make every block and drawing of the site anew
 	$(PY) -m tests.bench.figures

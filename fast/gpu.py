@@ -34,6 +34,7 @@ from reference.weights import ModelWeights, model_shapes
 
 PREFILL_TOKENS = 2048  # a longer prefill goes through all layers in parts of so many tokens
 PROGRAMS_PER_PROCESSOR = 4  # of a decode's attention, over all rows and heads: enough to keep loads in flight
+SMALL_BYTES = 512 << 10  # what the device's allocator serves from its small blocks
 ROWS_ALONE = "each row of each sum has an order of its own"
 BY_ROW_COUNT = "the library's matrix products choose their order of sums by the number of rows"
 Piece = tuple[int, Chunk, int, int]  # (chunk index, chunk, first token of it, one past its last)
@@ -126,7 +127,12 @@ class GPUForward:
     def settle(self) -> None:
         """All that will ever be allocated is: from here on a client waits for every step."""
         if self.device.type == "cuda":
+            # Room for what a step copies and samples, in both of the allocator's sizes, taken and given back.
+            logits = self.max_batch_size * self.config.vocab_size
+            sizes = [SMALL_BYTES] * 64 + [max(64 << 20, 16 * logits)]
+            room = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
             torch.cuda.synchronize(self.device)
+            del room
             self._reserved = torch.cuda.memory_reserved(self.device)
 
     @torch.inference_mode()

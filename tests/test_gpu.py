@@ -114,17 +114,17 @@ def test_the_engine_gives_the_references_tokens(arm: str, shape: str):
     assert (stats["captures_after_ready"], stats["kernel_compiles_after_ready"]) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", ["free", "tails"])
-def test_what_nobody_owns_may_hold_anything(kind: str):
-    """The rush of `test_poison` on one arm, with NaN in every slot without a token, then with cells that name them."""
+def test_what_nobody_owns_may_hold_anything():
+    """The rush of `test_poison` on one arm, with NaN in every slot without a token, and cells past a row's length that
+    name them."""
     sizes = test_poison.scenes.SIZES | {"num_blocks": test_poison.TIGHT}
     weights = test_poison.scenes.tiny_weights()
     how = {"dtype": torch.float32, **GPU_ARMS["triton-warm-compact"].switches}
     runs = [
-        test_poison.drive(Engine.build(test_poison.scenes.TINY, weights, **sizes, **how), poured, steps=9)
-        for poured in (None, kind)
+        test_poison.drive(Engine.build(test_poison.scenes.TINY, weights, **sizes, **how), poured, steps=7)
+        for poured in (None, "tails")
     ]
-    assert len(runs[0].logits) == 9
+    assert len(runs[0].logits) == 7
     assert test_poison.differences(runs[1], runs[0]) == []
 
 
