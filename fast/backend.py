@@ -27,6 +27,7 @@ from fast.linear import MATRICES
 from fast.model import Chunk, Forward
 from fast.plan import DecodePlan
 from fast.pool import KERNEL_LANES, KVPoolPlan
+from fast.sampling import Work
 from fast.warmup import warmup_plan
 from gates.backend import check_no_kernel_compiles_after_ready
 from reference.config import ModelConfig
@@ -80,7 +81,8 @@ class KernelBackend:
         self._ready = False
         self.half_kv = cache.kernel_pool is not None and cache.kernel_pool.half
         inputs = DecodeInputs(max_batch_size=1, sink_slot=cache.sink_slot)
-        self.highest(self.decode(warmup_plan((1, 1), slot_table=cache.slot_table, inputs=inputs), cache))
+        logits = self.decode(warmup_plan((1, 1), slot_table=cache.slot_table, inputs=inputs), cache)
+        self.draw(logits, Work.none(logits.shape[1]))
         self._ready = True
 
     def prefill(self, chunks: Sequence[Chunk], cache: BatchedPagedKVCache) -> Tensor:  # [C, V]
@@ -99,12 +101,12 @@ class KernelBackend:
         self._check_compiled(before)
         return logits
 
-    def highest(self, logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:  # [N, V] -> [N], [N]
-        """The lowest id of each row's highest logit, and that logit; see `fast.sampling.highest_logits`."""
+    def draw(self, logits: Tensor, work: Work) -> tuple[NDArray[np.int64], NDArray[np.int64]]:  # [N, V] -> [n], [n]
+        """The tokens of rows with work of their own; see `fast.sampling.Chooser`."""
         before = self._compiled()
-        found = self._forward.highest(logits)
+        drawn = self._forward.draw(logits, work)
         self._check_compiled(before)
-        return found
+        return drawn
 
     def facts(self) -> dict[str, Any]:
         """What runs and what it promises, as plain values."""

@@ -303,8 +303,8 @@ class Engine:
         self.audit.before_sampling(rows)
         stored = [self.cache.tables[row].length for row in rows]
         self.recheck.saw([self.scheduler.running[row] for row in rows], logits)
-        highest = self.forward.highest if isinstance(self.forward, KernelBackend) else None
-        return sample_rows(logits, self.rows, index=rows, positions=stored, highest=highest, fail_alone=self.fail_alone)
+        chooser = self.forward if isinstance(self.forward, KernelBackend) else None
+        return sample_rows(logits, self.rows, index=rows, positions=stored, chooser=chooser, fail_alone=self.fail_alone)
 
     def _commit(self, rows: tuple[int, ...], sampled: Sampled) -> list[Event]:
         events = []

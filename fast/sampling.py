@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,7 +34,6 @@ from reference.request import LOGPROB_FLOOR, Allowed, TokenLogprobs
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Highest = Callable[[Tensor], tuple[Ints, NDArray[np.floating]]]  # [N, V] -> [N] ids, [N] logits
 NO_TOKEN = -1
 
 
@@ -46,26 +46,56 @@ class Sampled:
     errors: list[str | None]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What n rows of logits ask for beyond their highest: an entry a row, in plain arrays that a kernel can read."""
+
+    picked: Ints  # [n] rows of the logits
+    temperature: Floats  # [n]; 0 takes the highest score
+    min_p: Floats  # [n]
+    top_k: Ints  # [n]; 0 is off
+    top_p: Floats  # [n]
+    u: Floats  # [n] in [0, 1): the numbers that are drawn
+    bounds: Ints  # [n + 1]: row r's changes are bounds[r]..bounds[r + 1] - 1
+    ids: Ints  # [c] changed token ids
+    scores: Floats  # [c] and the scores that they have instead of their logits
+    mask_of: Ints  # [n] line of `masks`, or -1
+    masks: NDArray[np.bool_]  # [m, V]; False may not be chosen
+
+    @classmethod
+    def none(cls, vocab_size: int) -> Work:
+        """The work of no rows: what a kernel is compiled with."""
+        ints, floats = np.zeros(0, np.int64), np.zeros(0, np.float64)
+        masks = np.zeros((0, vocab_size), np.bool_)
+        return cls(ints, floats, floats, ints, floats, floats, np.zeros(1, np.int64), ints, floats, ints, masks)
+
+
+class Chooser(Protocol):
+    """What does the work of rows on behalf of `sample_rows`, with the meaning of the numpy code below."""
+
+    def draw(self, logits: Tensor, work: Work) -> tuple[Ints, Ints]:  # [N, V] -> [n], [n]
+        """Each row's token, `NO_TOKEN` where every id is masked, and how many ids were left to draw from."""
+
+
 def sample_rows(
     logits: Tensor,  # [N, V]
     rows: Rows,
     *,
     index: Sequence[int],  # N: the row of the batch that each row of logits belongs to
     positions: Sequence[int],  # N: the place, in its sequence, of the token chosen here
-    highest: Highest | None = None,
+    chooser: Chooser | None = None,
     fail_alone: bool = False,
 ) -> Sampled:
-    """Choose one token a row by the order of work that `SamplingParams` states.
+    """Choose one token a row by the order of work that `SamplingParams` states, here or by a chooser.
 
-    `highest` finds each row's highest logit and the lowest id that has it, as `highest_logits` does. With `fail_alone`
-    a row whose choice breaks a gate gets that as its error, and the others their tokens.
+    With `fail_alone` a row whose choice breaks a gate gets that as its error, and the others their tokens.
     """
     at = np.asarray(index, np.int64)
     known = [len(rows.sequence[row].tokens) for row in index]
     check_draw_position(positions=positions, known_tokens=known)
     raw = _host(logits)
     # 1. Rows that take the highest raw logit.
-    tokens, peak = highest_logits(raw) if highest is None else highest(logits)
+    tokens, peak = raw.argmax(axis=1), raw.max(axis=1)  # argmax takes the lowest id among ties, max hands a NaN on
     usable, masked = peak < np.inf, peak == -np.inf
     allowed = _allowed(rows, index)
     forbidden = [_forbidden(rows, row, guide) for row, guide in zip(index, allowed, strict=True)]
@@ -73,12 +103,14 @@ def sample_rows(
     guided = np.array([guide is not None for guide in allowed], np.bool_)
     busy = np.flatnonzero(usable & (guided | _has_work(rows, at, forbidden)))
     if busy.size:
-        scores = raw[busy].astype(np.float64)
-        for score, n in zip(scores, busy, strict=True):
-            _change(score, rows, int(at[n]), forbidden[n], allowed[n])
-        masked[busy] = scores.max(axis=1) == -np.inf
-        scores[masked[busy]] = 0.0
-        tokens[busy] = _choose(scores, rows, at[busy], np.asarray(positions, np.int64)[busy])
+        own = (rows, at[busy], [forbidden[n] for n in busy], [allowed[n] for n in busy])
+        places = np.asarray(positions, np.int64)[busy]
+        if chooser is None:
+            tokens[busy], masked[busy] = _draw_here(raw, busy, *own, places)
+        else:
+            tokens[busy], kept = chooser.draw(logits, _work(raw, busy, *own, places))
+            masked[busy] = tokens[busy] == NO_TOKEN
+            _check_kept(kept[~masked[busy]], rows.top_k[at[busy][~masked[busy]]])
     # 3. What each row gets: a token, or the reason why there is none.
     errors = [_error(bool(usable[n]), bool(masked[n]), allowed[n]) for n in range(len(index))]
     chosen = [int(token) if error is None else NO_TOKEN for token, error in zip(tokens, errors, strict=True)]
@@ -97,11 +129,6 @@ def sample_rows(
     wanted = rows.logprobs[at]
     asked = {n: _logprobs(raw[n], chosen[n], num_top=int(wanted[n])) for n in good if wanted[n] >= 0}
     return Sampled(chosen, [asked.get(n) for n in range(len(chosen))], errors)
-
-
-def highest_logits(raw: NDArray[np.floating]) -> tuple[Ints, NDArray[np.floating]]:  # [N, V] -> [N], [N]
-    """The lowest id of each row's highest logit, and that logit: NaN, and no id of use, where the row holds one."""
-    return raw.argmax(axis=1), raw.max(axis=1)
 
 
 def uniform(seeds: Ints, positions: Ints) -> Floats:  # [n], [n] -> [n]
@@ -173,6 +200,33 @@ def _has_work(rows: Rows, at: Ints, forbidden: list[tuple[int, ...]]) -> NDArray
     return (rows.temperature[at] > 0.0) | np.array(own, np.bool_)
 
 
+def _changed(
+    raw: NDArray[np.floating],  # [V]
+    rows: Rows,
+    row: int,
+    forbidden: tuple[int, ...],
+) -> tuple[Ints, Floats]:  # [c], [c]
+    """The ids that penalties, then bias, then the mask of a short answer name, ascending, and their scores."""
+    seen, bias = rows.counts[row], rows.bias[row]
+    if seen is None and bias is None and not forbidden:
+        return np.zeros(0, np.int64), np.zeros(0, np.float64)
+    named = [np.array(forbidden, np.int64)]
+    named += [] if seen is None else [seen.ids]
+    named += [] if bias is None else [bias[0]]
+    ids = np.unique(np.concatenate(named))
+    score = raw[ids].astype(np.float64)
+    if seen is not None:
+        places, times = np.searchsorted(ids, seen.ids), seen.counts
+        before = score[places]
+        # Division lowers a positive logit, multiplication a negative one.
+        scaled = np.where(before > 0.0, before / rows.repetition[row], before * rows.repetition[row])
+        score[places] = scaled - np.where(times > 0.0, rows.presence[row] + rows.frequency[row] * times, 0.0)
+    if bias is not None:
+        score[np.searchsorted(ids, bias[0])] += bias[1]
+    score[np.searchsorted(ids, named[0])] = -np.inf
+    return ids, score
+
+
 def _change(
     score: Floats,  # [V], in place
     rows: Rows,
@@ -181,19 +235,61 @@ def _change(
     guide: Allowed | None,
 ) -> None:
     """Penalties, then bias, then the masks; each touches the ids it names and no other."""
-    seen = rows.counts[row]
-    if seen is not None:
-        before, times = score[seen.ids], seen.counts
-        # Division lowers a positive logit, multiplication a negative one.
-        scaled = np.where(before > 0.0, before / rows.repetition[row], before * rows.repetition[row])
-        score[seen.ids] = scaled - np.where(times > 0.0, rows.presence[row] + rows.frequency[row] * times, 0.0)
-    if rows.bias[row] is not None:
-        ids, values = rows.bias[row]
-        score[ids] += values
+    ids, values = _changed(score, rows, row, forbidden)
+    score[ids] = values
     if guide is not None:
         score[~guide.ids] = -np.inf
-    if forbidden:
-        score[list(forbidden)] = -np.inf
+
+
+def _work(
+    raw: NDArray[np.floating],  # [N, V]
+    picked: Ints,  # [n]
+    rows: Rows,
+    at: Ints,  # [n]
+    forbidden: list[tuple[int, ...]],
+    allowed: list[Allowed | None],
+    positions: Ints,  # [n]
+) -> Work:
+    """The work of n picked rows, whose rows of the batch are `at`, for a chooser."""
+    changes = [_changed(raw[n], rows, int(row), ids) for n, row, ids in zip(picked, at, forbidden, strict=True)]
+    masks = [guide.ids for guide in allowed if guide is not None]
+    guided = np.array([guide is not None for guide in allowed], np.bool_)
+    return Work(
+        picked=picked,
+        temperature=rows.temperature[at],
+        min_p=rows.min_p[at],
+        top_k=rows.top_k[at],
+        top_p=rows.top_p[at],
+        u=uniform(rows.seed[at], positions),
+        bounds=np.cumsum([0, *(ids.size for ids, _ in changes)], dtype=np.int64),
+        ids=np.concatenate([ids for ids, _ in changes]),
+        scores=np.concatenate([scores for _, scores in changes]),
+        mask_of=np.where(guided, np.cumsum(guided) - 1, -1),
+        masks=np.array(masks, np.bool_).reshape(len(masks), raw.shape[1]),
+    )
+
+
+def _draw_here(
+    raw: NDArray[np.floating],  # [N, V]
+    picked: Ints,  # [n]
+    rows: Rows,
+    at: Ints,  # [n]
+    forbidden: list[tuple[int, ...]],
+    allowed: list[Allowed | None],
+    positions: Ints,  # [n]
+) -> tuple[Ints, NDArray[np.bool_]]:  # [n], [n]
+    """The tokens of n picked rows, whose rows of the batch are `at`, and which of them have every id masked."""
+    scores = raw[picked].astype(np.float64)
+    for score, row, ids, guide in zip(scores, at, forbidden, allowed, strict=True):
+        _change(score, rows, int(row), ids, guide)
+    masked = scores.max(axis=1) == -np.inf
+    scores[masked] = 0.0
+    return _choose(scores, rows, at, positions), masked
+
+
+def _check_kept(kept: Ints, top_k: Ints) -> None:  # [n], [n]
+    for count, most in zip(kept.tolist(), top_k.tolist(), strict=True):
+        check_kept_set(num_kept=count, top_k=most)
 
 
 def _choose(scores: Floats, rows: Rows, at: Ints, positions: Ints) -> Ints:  # [n, V], [n], [n] -> [n]

@@ -33,14 +33,12 @@ from fast.kernels.linear import (
     to_strips,
     unpack,
 )
-from fast.kernels.logits import greedy, naive_greedy
 from fast.kernels.norm import naive_norm, norm
 from fast.kernels.team import Team
 from fast.kernels.vector import exp2, lane_sum, load, store
 from fast.linear import BACKENDS, round_to_half
 from fast.model import Chunk, Forward
 from fast.plan import DecodePlan
-from fast.sampling import highest_logits
 from reference.weights import ModelWeights, random_weights
 from tests.harness import SHAPES
 
@@ -165,34 +163,6 @@ def test_strips_are_a_relabelling():
     for rows in (1, 11, 12, 13, 24, 25):
         x = normal(rows, 7)
         assert np.array_equal(from_strips(to_strips(x), rows, 7), x)
-
-
-def test_greedy_takes_the_lowest_id_of_the_highest_logit():
-    logits = normal(9, 70)
-    logits[1, [5, 40, 69]] = 9.0
-    logits[2, 64] = logits[3, 3] = np.nan
-    logits[4] = -np.inf
-    logits[5, 69] = np.inf
-    logits[6, :] = 0.0
-    tokens, peaks = np.empty(9, np.int64), np.empty(9, np.float32)
-    padded = np.full((9, 80), 99.0, np.float32)
-    padded[:, :70] = logits
-    TEAM.run(greedy, padded.reshape(-1), 80, 70, tokens, peaks, 9)
-    wanted = naive_greedy(logits)
-    assert np.array_equal(tokens, wanted[0])
-    assert np.array_equal(peaks, wanted[1], equal_nan=True)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_the_highest_logits_are_found_in_a_buffer_with_gaps_and_in_one_without(rows: int):
-    buffer = normal(5, 96)
-    buffer[:, 61:] = 99.0  # the padding of the head's last panel
-    buffer[0, [7, 9]] = 50.0
-    for logits in (torch.from_numpy(buffer)[:rows, :61], torch.from_numpy(buffer[:rows, :61].copy())):
-        tokens, peaks = forward("gqa").highest(logits)
-        wanted = highest_logits(logits.numpy())
-        assert np.array_equal(tokens, wanted[0])
-        assert np.array_equal(peaks, wanted[1])
 
 
 def test_a_rotation_by_zero_is_none():

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fast.kernels.attention import GROUP_SIZES, attention, rotate_and_write
+from fast.kernels.draw import draw
 from fast.kernels.linear import ADD, PANEL, PLAIN, STRIP, SWIGLU, Packed, interleave, linear, pack
-from fast.kernels.logits import greedy
 from fast.kernels.norm import norm
 from fast.kernels.pool import KernelPool
 from fast.kernels.team import Team, claim, close
@@ -32,6 +32,7 @@ from fast.kernels.vector import LANES
 from fast.model import Chunk
 from fast.model import _rope_tables as rope_tables
 from fast.plan import DecodePlan
+from fast.sampling import Work
 from reference.config import ModelConfig
 from reference.weights import LayerWeights, ModelWeights
 
@@ -142,13 +143,16 @@ class KernelForward:
         self._run(plan.input_ids.numpy(), positions, plan.write_slots.numpy(), groups, runs, pool)
         return self._logits(self._hidden[:rows], self._decode_logits)
 
-    def highest(self, logits: Tensor) -> tuple[Ints, Floats]:  # [R, V] -> [R], [R]
-        """Lowest id of each row's highest logit, and that logit, of float32 rows that may have a gap between them."""
-        (rows, size), stride = logits.shape, logits.stride(0)
-        tokens, peaks = np.empty(rows, np.int64), np.empty(rows, np.float32)
-        flat = logits.as_strided(((rows - 1) * stride + size,), (1,)).numpy()
-        self._team.run(greedy, flat, stride, size, tokens, peaks, rows)
-        return tokens, peaks
+    def draw(self, logits: Tensor, work: Work) -> tuple[Ints, Ints]:  # [R, V] -> [n], [n]
+        """Tokens of n rows with work of their own, and how many ids each was drawn from."""
+        flat, stride = _flat(logits)
+        n = work.picked.size
+        tokens, kept = np.empty(n, np.int64), np.empty(n, np.int64)
+        self._team.run(
+            draw, flat, stride, logits.shape[1], work.picked, work.temperature, work.min_p, work.top_k, work.top_p,
+            work.u, work.bounds, work.ids, work.scores, work.mask_of, work.masks, tokens, kept,
+        )  # fmt: skip
+        return tokens, kept
 
     def _run(self, ids: Ints, positions: Ints, writes: Ints, groups: Ints, runs: Ints, pool: KernelPool) -> None:
         """Every layer over T tokens; leaves their hidden states in the first T rows of `_hidden`."""
@@ -180,6 +184,12 @@ class KernelForward:
             _head, hidden, self._final_norm, epsilon, self.config.hidden_size, self._strips, rows, self._head, logits
         )
         return torch.from_numpy(logits[:rows, : self.config.vocab_size])
+
+
+def _flat(logits: Tensor) -> tuple[Floats, int]:  # [R, V] -> [(R - 1) * stride + V]
+    """Rows that may have a gap between them as one line of numbers, and how far apart they begin."""
+    rows, stride = len(logits), logits.stride(0)
+    return logits.as_strided(((rows - 1) * stride + logits.shape[1],), (1,)).numpy(), stride
 
 
 def plan_tasks(runs: Ints, *, heads: int, kv_heads: int) -> Ints:  # [C, 3] -> [N, 4]
@@ -239,7 +249,7 @@ def _head(words, phase, hidden, final_norm, epsilon, size, strips, rows, head, l
 
 
 # What Python calls; each is compiled once for the types of its arguments.
-ENTRIES = (_layers, _head, greedy)
+ENTRIES = (_layers, _head, draw)
 
 
 def _parts(chunks: Sequence[Chunk], most: int) -> list[list[tuple[int, int, Chunk, int, int]]]:
