@@ -19,7 +19,7 @@ EXHIBITS = (
         story="A request that was preempted drops the token that its second prefill samples.",
         edits=(
             Edit(
-                Engine._commit,
+                Engine._take,
                 "sequence.tokens.append(token)",
                 "sequence.tokens += [token] if not sequence.preemptions or len(sequence.tokens) % 3 else []",
             ),
