@@ -79,6 +79,7 @@ def test_ratios_are_of_medians_over_all_processes_and_agree_in_tokens():
     assert (decode["kind"], decode["context"], decode["batch"], decode["samples"]) == ("decode", 64, 1, 6)
     assert decode["seconds"] == 5.0  # of 3, 9, 3, 5, 9, 5
     assert decode["ratio"] == 5.0
+    assert decode["ratio_by_round"] == [3.0]  # one side ran twice, the other once
     assert prefill["tokens_per_s"] == 8 / 16
     assert ours["figures"][0]["ratio"] == 1.0
     assert theirs["same_tokens"] == "2 of 3"

@@ -22,13 +22,14 @@ from serve.client import fetch, stream
 from serve.launch import launched
 from serve.machine import machine
 
+NAME = "measured"
 GOALS_S = {"warm": 10.0, "cold": 40.0}
 
 
 def start(flags: list[str], *, requests: int, prompt_tokens: int, max_tokens: int) -> dict[str, Any]:
     """One start: seconds until it serves, and `/health`'s memory then and after `requests` at once."""
     begin = time.perf_counter()
-    with launched(flags) as server:
+    with launched([*flags, "--served-model-name", NAME]) as server:
         ready_s = time.perf_counter() - begin
         at_start = asyncio.run(_memory(server.url))
         if requests:
@@ -55,7 +56,7 @@ async def _memory(url: str) -> dict[str, Any]:
 async def _load(url: str, requests: int, prompt_tokens: int, max_tokens: int) -> None:
     """All at once, each to its end."""
     now = time.perf_counter()
-    body = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body = {"model": NAME, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     prompts = [[(row * 7 + at) % 200 + 10 for at in range(prompt_tokens)] for row in range(requests)]
     asked = (stream(url, "/v1/completions", body | {"prompt": prompt}, due_s=now) for prompt in prompts)
     samples = await asyncio.gather(*asked)

@@ -8,6 +8,8 @@ from typing import Any
 
 from tests.bench.peers.install import Arm
 
+Shape = tuple[str, int, int]  # kind, context, batch
+Timed = tuple[float, int]  # median seconds, and of how many samples
 Results = dict[str, list[dict[str, Any]]]  # arm: what `workload.measure` gave, one for each process
 
 
@@ -15,8 +17,10 @@ def summary(arms: Sequence[Arm], results: Results, reasons: dict[str, str]) -> l
     """One entry an arm: its status, and medians over all steps of all its processes, with ratios to its counterpart.
 
     A ratio is this arm's time over nanoserve's: above 1, nanoserve is faster. A shape that one side lacks has none.
+    `ratio_by_round` has one ratio for each time that both ran it: how far they lie apart is how sure the ratio is.
     """
     medians = {arm.name: _medians(results.get(arm.name, [])) for arm in arms}
+    rounds = {arm.name: [_medians([run]) for run in results.get(arm.name, [])] for arm in arms}
     entries = []
     for arm in arms:
         runs = results.get(arm.name, [])
@@ -27,6 +31,7 @@ def summary(arms: Sequence[Arm], results: Results, reasons: dict[str, str]) -> l
         entry["figures"] = [
             {"kind": kind, "context": context, "batch": batch, "seconds": seconds, "tokens_per_s": tokens / seconds}
             | {"samples": samples, "ratio": _ratio(seconds, medians[arm.against].get((kind, context, batch)))}
+            | {"ratio_by_round": _by_round((kind, context, batch), rounds[arm.name], rounds[arm.against])}
             for (kind, context, batch), (seconds, samples) in medians[arm.name].items()
             for tokens in [batch if kind == "decode" else context]
         ]
@@ -53,9 +58,7 @@ def markdown(entries: Sequence[dict[str, Any]], about: dict[str, Any]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _table(
-    title: str, entries: Sequence[dict[str, Any]], shapes: Sequence[tuple[str, int, int]], column: int
-) -> list[str]:
+def _table(title: str, entries: Sequence[dict[str, Any]], shapes: Sequence[Shape], column: int) -> list[str]:
     head = " | ".join(f"{'batch' if column == 2 else 'tokens'} {shape[column]}" for shape in shapes)
     lines = [f"**{title}**", "", f"| arm | {head} |", "|---|" + "---:|" * len(shapes)]
     for entry in entries:
@@ -74,9 +77,8 @@ def _cell(figure: dict[str, Any] | None, entry: dict[str, Any]) -> str:
     return shown if own else f"{shown} ({figure['ratio']:.2f}x)"
 
 
-def _medians(runs: Iterable[dict[str, Any]]) -> dict[tuple[str, int, int], tuple[float, int]]:
-    """(kind, context, batch): median seconds and how many samples it is of."""
-    times: dict[tuple[str, int, int], list[float]] = {}
+def _medians(runs: Iterable[dict[str, Any]]) -> dict[Shape, Timed]:
+    times: dict[Shape, list[float]] = {}
     for run in runs:
         for context, by_batch in run["decode"].items():
             for batch, seconds in by_batch.items():
@@ -86,8 +88,14 @@ def _medians(runs: Iterable[dict[str, Any]]) -> dict[tuple[str, int, int], tuple
     return {shape: (median(seconds), len(seconds)) for shape, seconds in sorted(times.items()) if seconds}
 
 
-def _ratio(seconds: float, ours: tuple[float, int] | None) -> float | None:
+def _ratio(seconds: float, ours: Timed | None) -> float | None:
     return None if ours is None else seconds / ours[0]
+
+
+def _by_round(shape: Shape, theirs: Sequence[dict[Shape, Timed]], ours: Sequence[dict[Shape, Timed]]) -> list[float]:
+    """One ratio for each round in which both sides have the shape."""
+    times = [[run[shape][0] for run in runs if shape in run] for runs in (theirs, ours)]
+    return [one / other for one, other in zip(*times, strict=False)]
 
 
 def _same_tokens(runs: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> str:
