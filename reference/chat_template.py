@@ -43,11 +43,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         special_tokens: Mapping[str, str] | None = None,
-        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation; `special_tokens` are `bos_token`, `eos_token` and their like.
-
-        `variables` are further names that the template may read (`enable_thinking`); they hide none of the others.
 
         Raises:
             ChatTemplateError: no messages, a value that is not JSON, a broken template, or the template's refusal.
@@ -55,7 +52,6 @@ class ChatTemplate:
         if not messages:
             raise ChatTemplateError("messages: the conversation is empty; at least one message is needed")
         values = {
-            **{name: _plain(value, name) for name, value in (variables or {}).items()},
             **(special_tokens or {}),
             "messages": [_message(message, index) for index, message in enumerate(messages)],
             "tools": None if tools is None else _plain(list(tools), "tools"),

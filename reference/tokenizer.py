@@ -146,17 +146,12 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Prompt text of a conversation, before tokenisation. Raises as `apply_chat_template` does."""
         if not self.chat_templates:
             raise ChatTemplateError("chat template: this model has none; send a plain prompt instead of messages")
         return ChatTemplate(self.chat_templates).render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            special_tokens=self.special_tokens,
-            variables=variables,
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, special_tokens=self.special_tokens
         )
 
     def save(self, folder: Path) -> None:

@@ -232,9 +232,7 @@ class Api:
         answers = [Answer(self._tokenizer, job.params, echo=echo) for echo in echoes]
         if body.stream:
             events = _chunks(ticket, answers, body, job, reply)
-            limits = self._server_limits
-            times = {"keep_alive_s": limits.keep_alive_s, "stall_s": limits.stall_s}
-            return EventStream(events, on_end=ticket.close, **times)
+            return EventStream(events, on_end=ticket.close, keep_alive_s=self._server_limits.keep_alive_s)
         try:
             await until_gone(request.receive, _drain(ticket, answers))
         finally:

@@ -10,6 +10,8 @@ Proof: tests/test_boot.py. Story: app.
 from __future__ import annotations
 
 import argparse
+import errno
+import json
 import logging
 import os
 import socket
@@ -22,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reference.request import Engine
-from serve.address import base_url, example, has_chat, listen
 from serve.device import on_gpu
 from serve.limits import ServerLimits, limits_from
 from serve.memory import peak_rss_bytes, returned_at_once
@@ -358,3 +359,40 @@ def _run(
             print("stopped at once", file=sys.stderr, flush=True)
             os._exit(130)
     return death
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket on `host`; port 0 takes a free one.
+
+    Raises:
+        OSError: the port is in use, or the host is not this machine's; the message names both options.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise OSError(f"--port: {port} is in use on {host}; name another, or 0 for a free one") from None
+        raise OSError(f"--host {host}, --port {port}: {error.strerror or error}") from None
+
+
+def base_url(listener: socket.socket) -> str:
+    """`http://host:port` as a client on this machine would write it."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def has_chat(loaded: LoadedModel) -> bool:
+    """True when the model came with a chat template."""
+    return loaded.tokenizer.chat_template is not None
+
+
+def example(url: str, name: str, *, chat: bool) -> str:
+    """A curl command that works as printed."""
+    messages = [{"role": "user", "content": "Why is the sky blue?"}]
+    prompt = {"messages": messages} if chat else {"prompt": "The sky is"}
+    data = json.dumps({"model": name, **prompt, "max_tokens": 64})
+    return (
+        f"curl {url}/v1/{'chat/completions' if chat else 'completions'} -H 'content-type: application/json' -d '{data}'"
+    )

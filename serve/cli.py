@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from reference.request import SEED_RANGE
 from serve.bench import add_bench_arguments, bench
+from serve.learn import add_learn_arguments, learn
 from serve.limits import add_limit_arguments
 from serve.models import CATALOGUE, TINY_RANDOM, UnknownModel, home, installed, model_path
 from serve.options import UsageError, bias, integer, integers, num_bytes, number
@@ -82,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
         commands.add_parser("coverage", help="which decode steps replay a recording", allow_abbrev=False)
     )
     add_trace_arguments(commands)
+    add_learn_arguments(commands)
     add_bench_arguments(commands, default_model=DEFAULT_MODEL)
     return parser
 
@@ -315,7 +317,7 @@ def _coverage(args: argparse.Namespace) -> int:
 
 
 COMMANDS = {"serve": _serve, "chat": _chat, "generate": _generate, "model": _model, "coverage": _coverage}
-COMMANDS |= {"trace": trace, "bench": bench}
+COMMANDS |= {"learn": learn, "trace": trace, "bench": bench}
 
 
 def _megabytes(num_bytes: int) -> str:

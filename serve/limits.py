@@ -27,7 +27,6 @@ class ServerLimits:
     body_timeout_s: float = 60.0  # for a client to send its body; 408 beyond
     request_timeout_s: float = 600.0  # from admission to the last token; 504, or an error event, beyond; 0: none
     keep_alive_s: float = 15.0  # a stream that is silent for so long gets a comment, for proxies that count
-    stall_s: float = 60.0  # a client that takes nothing of its stream for so long is gone; more than `keep_alive_s`
     stuck_after_s: float = 60.0  # one engine step that takes longer is a hung engine
     drain_s: float = 25.0  # open answers may go on for so long after a shutdown began
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # any of them opens every route; none: no key is asked

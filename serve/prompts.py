@@ -27,7 +27,6 @@ from serve.protocol import ChatBody, CompletionBody, SamplingBody
 from serve.tools import Form, ToolUse, call_form, call_guide
 
 NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
-OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
 NFC_SHRINKS = 4  # a character's canonical equivalents have at most 3.5 times its UTF-8 bytes
 
 
@@ -143,8 +142,7 @@ def plan_chat(body: ChatBody, tokenizer: Tokenizer, guides: Guides, *, id: str, 
         ApiError: 400 naming the field, or carrying the template's own reason.
     """
     form = _call_form(body, tokenizer)
-    tools = body.tools if body.may_call else None
-    text = render(tokenizer, body.messages, tools=tools, variables=body.chat_template_kwargs)
+    text = render(tokenizer, body.messages, tools=body.tools if body.may_call else None)
     check_size(text, limits, field="messages")
     ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
@@ -152,13 +150,13 @@ def plan_chat(body: ChatBody, tokenizer: Tokenizer, guides: Guides, *, id: str, 
     _room(len(ids), limits.max_model_len, field="messages")
     try:
         params = body.sampling()
-        guide, use = _guide(body, guides), None
+        guide, tools = _guide(body, guides), None
         if form is not None:
-            guide, use = _calls(body, guides, form)
+            guide, tools = _calls(body, guides, form)
         requests = _expanded(ids, params, id, guide)
     except ValueError as error:
         raise from_value_error(error, names=body.engine_names) from None
-    return Job(tuple(requests), params, len(ids), body.engine_names, tools=use)
+    return Job(tuple(requests), params, len(ids), body.engine_names, tools=tools)
 
 
 def render(
@@ -167,28 +165,16 @@ def render(
     *,
     tools: Sequence[Tool] | None = None,
     add_generation_prompt: bool = True,
-    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """The prompt text of a conversation, as the model's template writes it.
 
-    OpenAI renamed its system messages to `developer`; a template that has not heard of it gets the old name.
-
     Raises:
-        ApiError: 400 with the template's own reason, or for variables that it does not read.
+        ApiError: 400 with the template's own reason.
     """
-    templates = "".join(tokenizer.chat_templates.values())
-    for name in variables or {}:
-        if name not in templates or name in OWN_VARIABLES:
-            message = f"chat_template_kwargs: {name[:64]!r} is not a variable of this model's chat template"
-            raise bad_request(message, param="chat_template_kwargs")
     turns = [message.for_template() for message in messages]
-    if "developer" not in templates:
-        turns = [turn | {"role": "system"} if turn["role"] == "developer" else turn for turn in turns]
     given = None if tools is None else [tool.for_template() for tool in tools]
     try:
-        return tokenizer.render_chat(
-            turns, tools=given, add_generation_prompt=add_generation_prompt, variables=variables
-        )
+        return tokenizer.render_chat(turns, tools=given, add_generation_prompt=add_generation_prompt)
     except ChatTemplateError as error:
         raise bad_request(str(error), param="messages", code="chat_template_error") from None
 

@@ -59,27 +59,23 @@ async def pieces(ticket: Ticket, answers: Sequence[Answer]) -> AsyncIterator[lis
     check_all_answers_ended(open_ids=ticket.open_ids, finish_reasons=[answer.finish_reason for answer in answers])
 
 
-async def until_gone(
-    receive: Receive, work: Coroutine[Any, Any, T], *, stalled: Coroutine[Any, Any, None] | None = None
-) -> T:
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run `work` for as long as the client is there. The request's body must have been read.
 
     Raises:
-        ClientGone: it left first, or `stalled` returned; `work` was cancelled.
+        ClientGone: it left first; `work` was cancelled.
     """
     working = asyncio.ensure_future(work)
-    others = [asyncio.ensure_future(_gone(receive))]
-    if stalled is not None:
-        others.append(asyncio.ensure_future(stalled))
+    leaving = asyncio.ensure_future(_gone(receive))
     try:
-        await asyncio.wait({working, *others}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         raise ClientGone
     finally:
-        for task in (working, *others):
-            task.cancel()
-        await asyncio.gather(working, *others, return_exceptions=True)
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 class EventStream(Response):
@@ -88,32 +84,24 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        chunks: AsyncGenerator[bytes, None],
-        *,
-        on_end: Callable[[], None],
-        keep_alive_s: float = 15.0,
-        stall_s: float = 60.0,
+        self, chunks: AsyncGenerator[bytes, None], *, on_end: Callable[[], None], keep_alive_s: float = 15.0
     ) -> None:
         """`chunks` are events as they are sent; `on_end` is called once, however the stream ends.
 
-        After `keep_alive_s` seconds without one a comment goes out, which clients skip and idle timers count. A client
-        that takes nothing for `stall_s` seconds is gone.
+        After `keep_alive_s` seconds without one a comment goes out, which clients skip and idle timers count.
         """
         self.status_code = 200
         self.background = None
         self._chunks = chunks
         self._on_end = on_end
         self._keep_alive_s = keep_alive_s
-        self._stall_s = stall_s
-        self._taken = 0  # writes that the client has made room for
         self._silent = True
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until done or the client is gone. A client that does not read blocks this coroutine alone."""
         try:
-            await until_gone(receive, self._send(send), stalled=self._stalled())
+            await until_gone(receive, self._send(send))
         except ClientGone:
             pass
         finally:
@@ -127,7 +115,6 @@ class EventStream(Response):
             async for data in self._chunks:
                 self._silent = False
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-                self._taken += 1
         except ApiError as error:
             await send({"type": "http.response.body", "body": sse(error.json()), "more_body": True})
         except Exception:
@@ -137,13 +124,6 @@ class EventStream(Response):
             beat.cancel()
         await send({"type": "http.response.body", "body": sse(b"[DONE]"), "more_body": False})
 
-    async def _stalled(self) -> None:
-        """Return once nothing was taken for so long; comments fill every silence, so there always was something."""
-        seen = -1
-        while seen != self._taken:
-            seen = self._taken
-            await asyncio.sleep(self._stall_s)
-
     async def _beat(self, send: Send) -> None:
         """Comments between events; each is one write, so it cannot fall into the middle of an event."""
         while True:
@@ -151,7 +131,6 @@ class EventStream(Response):
             await asyncio.sleep(self._keep_alive_s)
             if self._silent:
                 await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
-                self._taken += 1
 
 
 def sse(data: bytes) -> bytes:

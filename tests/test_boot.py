@@ -18,8 +18,7 @@ import torch
 from fast.engine import Engine as FastEngine
 from reference.request import Request, SamplingParams, generate
 from serve import boot
-from serve.address import base_url, example, listen
-from serve.boot import as_option, build_engine
+from serve.boot import as_option, base_url, build_engine, example, listen
 from serve.cli import build_parser, main
 from serve.models import load_model
 

@@ -183,25 +183,6 @@ def test_an_answer_that_must_call_does_and_both_engines_make_the_same_calls():
     assert (text, [name for name, _ in calls]) == ("", ["weather"])
 
 
-def test_a_template_reads_the_variables_it_knows_and_the_roles_it_knows():
-    template = (
-        "{% if enable_thinking %}<think>{% endif %}{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
-    )
-    engine, tokenizer = speaking("ok", template)
-    turns = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
-    with serving(engine, tokenizer) as running:
-        for given in ({"enable_thinking": True}, {"enable_thinking": False}, None):
-            assert running.post(CHAT, messages=turns, chat_template_kwargs=given).status_code == 200
-        for name in ("add_generation_prompt", "messages", "nobody_reads_this"):
-            reply = running.post(CHAT, messages=turns, chat_template_kwargs={name: []})
-            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "chat_template_kwargs")
-    prompts = [tokenizer.decode(request.prompt_ids) for request in engine.seen]
-    assert prompts == ["<think>system=a;user=b;", "system=a;user=b;", "system=a;user=b;"]
-    with serving(*speaking("ok", "{{ messages[0].role }} is developer")) as running:
-        shown = running.http.post("/tokenize", json={"messages": turns, "return_token_strs": True}).json()["token_strs"]
-    assert "".join(shown) == "developer is developer"
-
-
 # ---- rejects ----------------------------------------------------------------------------------------------------
 
 

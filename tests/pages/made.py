@@ -17,6 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from serve.cli import main
+from serve.learn import _lessons
 from serve.trace_show import step_lines
 from tests.bench import figures
 from tests.pages import faults, runs
@@ -125,6 +126,22 @@ BLOCKS |= {
     f"trace.{n}.json": partial(lambda n: json.dumps(runs.stepper(n), separators=(",", ":")), n) for n in runs.STEPPERS
 }
 BLOCKS |= {f"fault.{n}.md": partial(faults.page, n) for n in faults.faults()}
+
+
+def exercise(day: int) -> str:
+    """How a page tells its exercise: the task, the commands, and what the starter gets."""
+    lesson = LESSONS[day]
+    wrong = lesson.check(lesson.starter())
+    message = wrong.message if "." in wrong.by else f"{wrong.by}: {wrong.message}"
+    lines = [f"{lesson.task} It is [[src {lesson.path} {lesson.name}]].", "", f"*Hint:* {lesson.hint}", ""]
+    lines += ["```sh", f".venv/bin/nanoserve learn {day}", "```", ""]
+    lines += [f"writes `learn/day{day:02d}.py` with a first attempt in it. `--check` puts your function in the place"]
+    lines += ["of the engine's and runs it; `--solution` shows ours. The first attempt gets:", ""]
+    return "\n".join([*lines, "```{ .text .wrap }", faults.ADDRESS.sub("0x...", message), "```"])
+
+
+LESSONS = _lessons()
+BLOCKS |= {f"exercise.{day}.md": partial(exercise, day) for day in LESSONS}
 
 
 def everything() -> dict[str, str]:
