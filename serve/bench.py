@@ -1,6 +1,7 @@
 """The command group `nanoserve bench`: each measurement is a module of its own, imported when it is asked for.
 
-Proof: tests/test_bench_serve.py, tests/test_bench_soak.py, tests/test_bench_engine.py. Story: metrics.
+Proof: tests/test_bench_serve.py, tests/test_bench_soak.py, tests/test_bench_http.py,
+tests/test_bench_engine.py. Story: metrics.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ def add_bench_arguments(commands: argparse._SubParsersAction[Any], *, default_mo
         default_model=default_model,
     )
     _soak_arguments(actions.add_parser("soak", help="rude clients, a tight pool, and what is left", allow_abbrev=False))
+    _http_arguments(
+        actions.add_parser("http", help="tokens a second over HTTP and without", allow_abbrev=False),
+        default_model=default_model,
+    )
     _decode_arguments(actions.add_parser("decode", help="time decode steps", allow_abbrev=False), default_model)
     _prefill_arguments(actions.add_parser("prefill", help="time whole prompts", allow_abbrev=False), default_model)
 
@@ -37,6 +42,10 @@ def bench(args: argparse.Namespace) -> int:
         from serve.bench_soak import bench_soak
 
         return bench_soak(args)
+    if args.action == "http":
+        from serve.bench_http import bench_http
+
+        return bench_http(args)
     from serve.bench_engine import bench_engine
 
     return bench_engine(args)
@@ -67,6 +76,17 @@ def _soak_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=integer(0), default=0, help="of what the clients do; default: 0")
     add("--model", default="tiny-random", help="default: tiny-random")
     add("--kv-cache-memory", metavar="SIZE", help="default: room for a few of the clients' answers")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _http_arguments(parser: argparse.ArgumentParser, *, default_model: str) -> None:
+    add = parser.add_argument
+    add("--streams", type=integers(1), default=(1, 8, 32), metavar="1,8,32", help="requests at once; default: 1,8,32")
+    add("--tokens", type=integer(2), default=128, metavar="T", help="of each answer; default: 128")
+    add("--prompt-tokens", type=integer(1), default=16, metavar="T", help="default: 16")
+    add("--rounds", type=integer(1), default=5, metavar="N", help="of each arm, in turn; default: 5")
+    add("--model", default=default_model, help=f"default: {default_model}")
+    add("--threads", type=integer(1, 1024), metavar="N", help="of each engine; default: physical cores")
     add("--json", action="store_true", help="print one JSON object")
 
 
