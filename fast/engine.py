@@ -80,6 +80,7 @@ class Engine:
         self._open: dict[str, Sequence] = {}  # every request whose last event is still to come
         self._aborted: list[str] = []  # ended, but the next step is yet to say so
         self._arrivals = 0
+        self.last_admitted: tuple[str, ...] = ()  # ids that got a row in the newest step, in order of arrival
         parts: dict[str, Any] = {"scheduler": self.scheduler, "cache": cache, "decode": self.decode}
         self.listeners = Listeners(**parts, clock=time.perf_counter_ns)
 
@@ -265,6 +266,7 @@ class Engine:
         self._aborted.clear()
         # 2. Who runs: grow, compact, admit.
         output = self.scheduler.schedule()
+        self.last_admitted = tuple(sequence.request.id for sequence in output.admitted)
         self.audit.schedule(output)
         mark("schedule", output)
         # 3. Prompts compute their next chunk (and those that were preempted, their answer so far).

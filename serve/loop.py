@@ -344,8 +344,11 @@ class EngineLoop:
             batch.append((*route, event))
             if event.finish_reason is not None:
                 del self._routes[event.request_id]
-        if batch:
-            self._call(_deliver, batch, began_s, time.monotonic())
+        # Who got a row, where the engine tells; elsewhere, and for an answer that has ended, the first token says so.
+        admitted = getattr(self._engine, "last_admitted", ())
+        seated = [self._routes[request_id] for request_id in admitted if request_id in self._routes]
+        if batch or seated:
+            self._call(_deliver, seated, batch, began_s, time.monotonic())
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -355,6 +358,10 @@ class EngineLoop:
             self._leaving = True
 
 
-def _deliver(batch: list[tuple[Ticket, int, Event]], began_s: float, ended_s: float) -> None:
+def _deliver(
+    seated: list[tuple[Ticket, int]], batch: list[tuple[Ticket, int, Event]], began_s: float, ended_s: float
+) -> None:
+    for ticket, index in seated:
+        ticket.start(index, at_s=began_s)
     for ticket, index, event in batch:
         ticket.put(index, event, began_s=began_s, ended_s=ended_s)

@@ -95,13 +95,18 @@ class Ticket:
         else:
             self.accepted.set_exception(refusal)
 
+    def start(self, index: int, *, at_s: float) -> None:
+        """An answer got a row in the step that began then; its first token may be some steps away."""
+        if index in self._open:
+            self.timelines[index].start(at_s)
+
     def put(self, index: int, event: Event, *, began_s: float, ended_s: float) -> None:
         """Hand in one event of a step, with the step's times; what comes for an answer after its end is dropped."""
         if index not in self._open:
             return
         if event.token_id is not None:
             timeline = self.timelines[index]
-            timeline.start(began_s)  # the step that gives a first token is the one that gave the row
+            timeline.start(began_s)  # unless it was told of its row before
             self._observer.token(timeline, timeline.token(ended_s))
         self._events.append((index, event))
         self._arrival.set()

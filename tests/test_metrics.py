@@ -12,15 +12,20 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from fast.engine import Engine
 from gates import GateError
 from gates.metrics import check_answers_add_up, check_usage_in_range
 from reference.request import Event
+from reference.weights import random_weights
+from serve.access import Finished
 from serve.metrics import Metrics
 from serve.timeline import Timeline
-from tests.server import MODEL, ScriptedEngine, Served, eventually, make_engine, says, serving
+from tests.harness import tiny_config
+from tests.server import BOS, EOS, MODEL, VOCAB, ScriptedEngine, Served, eventually, make_engine, says, serving
 
 DASHBOARD = Path(__file__).resolve().parent.parent / "docs" / "dashboards" / "nanoserve.json"
 P = "nanoserve:"
+STEP_S = 0.02
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -82,8 +87,21 @@ class Slow:
         return getattr(self._engine, name)
 
     def step(self) -> list[Event]:
-        time.sleep(0.02)
+        time.sleep(STEP_S)
         return self._engine.step()
+
+
+def test_the_time_of_a_prompt_in_chunks_is_prefill_and_not_queue():
+    seen: list[Finished] = []
+    config = tiny_config(vocab_size=VOCAB, bos_token_id=BOS, eos_token_ids=(EOS,))
+    engine = Engine.build(config, random_weights(config, seed=3), max_batch_size=4, chunk_tokens=8, max_model_len=64)
+    with serving(Slow(engine), sinks=[seen.append]) as served:
+        assert served.post(prompt=list(range(40)), max_tokens=2).status_code == 200  # five steps of eight tokens
+    line = seen[0].answers[0]
+    assert line.queue_s is not None
+    assert line.prefill_s is not None
+    assert line.prefill_s >= 5 * STEP_S
+    assert line.ttft_s == pytest.approx(line.queue_s + line.prefill_s)
 
 
 def test_gauges_return_to_zero_when_all_requests_are_aborted_at_once():
