@@ -152,9 +152,34 @@ class _Words:
         self.special_token_ids = [*sorted(tokenizer.special_ids), end]
         self.tokens = [tokenizer.token_bytes(index, skip_special_tokens=False) for index in range(end)] + [b"<end>"]
         self._tokenizer = tokenizer
+        self._special = frozenset(self.special_token_ids)
+        self._ids = {data: index for index, data in enumerate(self.tokens) if data and index not in self._special}
+        self._longest = max(map(len, self._ids))
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        """Ids that spell the text to the byte, the tokenizer's own where it does not write a space in front of it."""
+        wanted = text.encode("utf-8")
+        for guard in ("", "\n"):
+            ids = self._tokenizer.encode(guard + text, add_special_tokens=False)
+            for start in range(min(3, len(ids)) + 1):
+                own = ids[start:]
+                if b"".join(self.tokens[index] for index in own) == wanted and self._special.isdisjoint(own):
+                    return own
+        return self._greedy(wanted)
+
+    def _greedy(self, wanted: bytes) -> list[int]:
+        """The longest token at each place; ends where no token fits."""
+        ids: list[int] = []
+        at = 0
+        while at < len(wanted):
+            for end in range(min(len(wanted), at + self._longest), at, -1):
+                if wanted[at:end] in self._ids:
+                    ids.append(self._ids[wanted[at:end]])
+                    break
+            else:
+                return ids
+            at = end
+        return ids
 
 
 def schema_spec(schema: Any, *, field: str) -> GuideSpec:

@@ -55,7 +55,7 @@ def call_form(chat_templates: Mapping[str, str], special: Sequence[str]) -> Form
     `special` are tokens that answers never show, so a form that needs one of them cannot be read.
     """
     template = chat_templates.get("tool_use") or chat_templates.get("default") or ""
-    if "tools" not in template:
+    if "tools" not in template or "<function=" in template:  # the latter is Qwen3-Coder's XML inside the same mark
         return None
     if OPEN in template:
         return None if OPEN in special or CLOSE in special else "hermes"

@@ -19,7 +19,7 @@ from fast.rows import Rows
 from fast.sampling import sample_rows
 from gates import GateError
 from reference.request import Allowed, Request, SamplingParams, generate
-from reference.tokenizer import ByteTokenizer
+from reference.tokenizer import ByteTokenizer, Tokenizer
 from serve.guide import Guides, GuideSpec, schema_spec
 from serve.trace import attach_trace
 from serve.trace_read import TraceReader
@@ -28,6 +28,7 @@ from tests.fast_run import FastRun
 from tests.harness import TINY, lockstep, tiny_reference
 from tests.server import EOS, VOCAB, ScriptedEngine, Served, make_engine, says, serving
 from tests.test_fast_sampling import tenant
+from tests.tokenizer_samples import byte_level_backend, sentencepiece_backend
 from tests.traces import ALL_ON, Arrival, Trace
 
 CHAT = "/v1/chat/completions"
@@ -134,6 +135,33 @@ def test_only_the_ends_of_the_model_end_a_guided_answer():
     state.accept(98)
     assert np.flatnonzero(state.allowed().ids).tolist() == [7, 299]
     assert (state.allowed().only_end, state.num_accepted) == (True, 2)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "byte level", "bytes"])
+@pytest.mark.parametrize(
+    ("spec", "pattern"),
+    [
+        (schema_spec(POINT, field="x"), POINTS.pattern),
+        (GuideSpec("regex", "hello world|no"), "hello world|no"),
+        (GuideSpec("regex", "a </s> b+"), "a </s> b+"),
+    ],
+)
+def test_any_vocabulary_spells_what_a_guide_forces(kind: str, spec: GuideSpec, pattern: str):
+    """A SentencePiece tokenizer writes a space in front of a text; no such space may be forced into an answer."""
+    backends = {"sentencepiece": sentencepiece_backend, "byte level": byte_level_backend}
+    tokenizer = ByteTokenizer()
+    if kind in backends:
+        tokenizer = Tokenizer(backends[kind](), special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+    end = tokenizer.eos_token_id
+    assert end is not None
+    for last in (0, -1):  # always the first of the ids allowed, or always the last
+        state = Guides(tokenizer).compile(spec).start(vocab_size=tokenizer.vocab_size, eos_token_ids=(end,))
+        ids: list[int] = []
+        while len(ids) < 60 and not state.allowed().ids[end]:
+            assert state.allowed().error is None
+            ids.append(int(np.flatnonzero(state.allowed().ids)[last]))
+            state.accept(ids[-1])
+        assert re.fullmatch(pattern, tokenizer.decode(ids)), tokenizer.decode(ids)
 
 
 def test_a_mask_is_worked_out_beside_the_engine():

@@ -231,6 +231,7 @@ def test_a_template_without_tools_refuses_them():
         (LLAMA, (), "llama"),
         (HERMES, ("<tool_call>",), None),
         (HERMES.replace("tool_call>", "function>"), (), None),
+        (HERMES + "<function=example_function_name>", (), None),
         ("{{ messages }}", (), None),
     ],
 )
