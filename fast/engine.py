@@ -24,6 +24,7 @@ from fast.chunk import PlannedChunk
 from fast.compact import RowCompactor, RowMove
 from fast.compiled import DEFAULT_BACKEND
 from fast.decode import DEFAULT_WIDTH_MULTIPLE, DecodePath
+from fast.device_sampling import sample_on_device
 from fast.pool import KVPoolPlan, plan_pool
 from fast.prefill import PrefillPath
 from fast.recheck import Recheck
@@ -75,6 +76,7 @@ class Engine:
         if compactor is not None:
             compactor.on_move = self._move_row
         self.steps = 0
+        self.samples_on_device = forward.device.type == "cuda"  # elsewhere logits are on the host as they are
         self.fail_alone = False  # a gate that speaks of one answer ends that one, instead of the step; servers want it
         self._seed_source = seed_source
         self._open: dict[str, Sequence] = {}  # every request whose last event is still to come
@@ -305,8 +307,11 @@ class Engine:
         self.audit.before_sampling(rows)
         stored = [self.cache.tables[row].length for row in rows]
         self.recheck.saw([self.scheduler.running[row] for row in rows], logits)
+        how: dict[str, Any] = {"index": rows, "positions": stored, "fail_alone": self.fail_alone}
+        if self.samples_on_device:
+            return sample_on_device(logits, self.rows, **how)
         chooser = self.forward if isinstance(self.forward, KernelBackend) else None
-        return sample_rows(logits, self.rows, index=rows, positions=stored, chooser=chooser, fail_alone=self.fail_alone)
+        return sample_rows(logits, self.rows, **how, chooser=chooser)
 
     def _commit(self, rows: tuple[int, ...], sampled: Sampled) -> list[Event]:
         events = []

@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fast.cache import BatchedPagedKVCache
+from fast.device_sampling import DRAWN_BYTES, DRAWN_ROWS
 from fast.inputs import DecodeInputs
 from fast.model import Chunk, PlainLinear
 from fast.model import _fuse as fuse
@@ -28,9 +29,13 @@ from fast.model import _rope_tables as rope_tables
 from fast.plan import DecodePlan
 from fast.slots import stage
 from fast.warmup import warmup_plan
+from gates.capture import check_pool_budget
 from gates.gpu import check_allocator_at_rest, check_nothing_compiled
 from reference.config import ModelConfig
 from reference.weights import ModelWeights, model_shapes
+
+if TYPE_CHECKING:
+    from fast.kernels.gpu.decode import Partials
 
 PREFILL_TOKENS = 2048  # a longer prefill goes through all layers in parts of so many tokens
 PROGRAMS_PER_PROCESSOR = 4  # of a decode's attention, over all rows and heads: enough to keep loads in flight
@@ -69,11 +74,30 @@ class Buffers:
 Attend = Callable[[int, Buffers], None]  # (layer, buffers): attended from q
 
 
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Everything on the device that is neither weights nor K/V, for the life of the process."""
+
+    buffers: Buffers
+    partials: Partials
+    # Logits of a prefill outlive the decode of the same step, so each has its own.
+    prefill_logits: Tensor  # [R, V]
+    decode_logits: Tensor  # [R, V]
+    integers: Tensor  # a part's token ids, positions, write slots and tasks, and the slots of all that it reads
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of it; a workspace on the device `meta` has them without taking any."""
+        tensors = [getattr(self.buffers, name) for name in Buffers.__slots__]
+        tensors += [self.prefill_logits, self.decode_logits, self.integers]
+        return self.partials.num_bytes + sum(x.numel() * x.element_size() for x in tensors)
+
+
 class GPUForward:
     """A model on the Triton kernels. `warm` compiles them all; after `settle`, nothing is compiled or allocated.
 
     Raises:
-        ValueError: the kernels cannot run there, or a size is out of range.
+        GateError: the workspace does not fit what weights and pool leave of the device.
     """
 
     def __init__(
@@ -88,7 +112,6 @@ class GPUForward:
         invariant: bool = False,
     ) -> None:
         from fast.kernels.gpu.attend import split_tokens
-        from fast.kernels.gpu.decode import Partials
 
         self.config, self.dtype, self.device, self.invariant = config, dtype, torch.device(device), invariant
         self.scale = config.head_dim**-0.5
@@ -100,18 +123,12 @@ class GPUForward:
         self.lm_head = PlainLinear(self.embedding if tied else weights.lm_head.to(device, dtype), None)
         self.cos, self.sin = rope_tables(config, max_model_len, torch.float32, self.device)  # [P, D/2]
         self.max_batch_size, self.tokens = max_batch_size, max(max_batch_size, PREFILL_TOKENS)
-        self._buffers = Buffers.empty(config, self.tokens, dtype=dtype, device=self.device)
         self._split = split_tokens(max_model_len)
-        splits = -(-max_model_len // self._split)
-        sizes = {"heads": config.num_heads, "dim": config.head_dim, "splits": splits}
-        self._partials = Partials.empty(rows=max_batch_size, **sizes, device=self.device)
-        # Logits of a prefill outlive the decode of the same step, so each has its own.
-        logits = (max_batch_size, config.vocab_size)
-        self._prefill_logits, self._decode_logits = (
-            torch.zeros(logits, dtype=dtype, device=self.device) for _ in range(2)
-        )
-        # A part's token ids, positions, write slots and tasks, and the slots of all that it reads: one copy.
-        self._integers = torch.zeros(7 * self.tokens + max_batch_size * max_model_len, dtype=torch.int64, device=device)
+        self._work = self._workspace(max_model_len, torch.device("meta"))
+        if self.device.type == "cuda":  # weights and pool are there: what is left has to do
+            budget, shape = torch.cuda.mem_get_info(self.device)[0], (max_batch_size, max_model_len)
+            check_pool_budget(needed=self._work.num_bytes + self._drawing_bytes, budget=budget, shape=shape)
+        self._work = self._workspace(max_model_len, self.device)
         self.compiles_after_ready = 0
         self._compiled: int | None = None  # kernels there were when `warm` ended
         self._reserved: int | None = None  # bytes the allocator held at `settle`
@@ -127,9 +144,8 @@ class GPUForward:
     def settle(self) -> None:
         """All that will ever be allocated is: from here on a client waits for every step."""
         if self.device.type == "cuda":
-            # Room for what a step copies and samples, in both of the allocator's sizes, taken and given back.
-            logits = self.max_batch_size * self.config.vocab_size
-            sizes = [SMALL_BYTES] * 64 + [max(64 << 20, 16 * logits)]
+            # Room for what a step copies and draws, in both of the allocator's sizes, taken and given back.
+            sizes = [SMALL_BYTES] * 64 + [self._drawing_bytes]
             room = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
             torch.cuda.synchronize(self.device)
             del room
@@ -140,7 +156,7 @@ class GPUForward:
         """As `Forward.prefill`; the logits are a buffer's, good until the next prefill."""
         if not 1 <= len(chunks) <= self.max_batch_size:
             raise ValueError(f"chunks: {len(chunks)} is not in 1..{self.max_batch_size}")
-        logits = self._prefill_logits[: len(chunks)]
+        logits = self._work.prefill_logits[: len(chunks)]
         for part in parts_of(chunks, self.tokens):
             self._prefill_part(part, cache, logits)
         self._check()
@@ -152,7 +168,7 @@ class GPUForward:
         from fast.kernels.gpu.decode import Partials, paged_decode
 
         rows, config = plan.input_ids.shape[0], self.config
-        kept = self._partials
+        kept = self._work.partials
         partials = Partials(kept.acc[:rows], kept.peaks[:rows], kept.totals[:rows])
         how = {"split": self._split, "programs": self._programs(rows), "scale": self.scale}
 
@@ -161,7 +177,7 @@ class GPUForward:
             paged_decode(b.q, *pools, plan.slot_mapping, plan.context_lens, b.attended, partials, **how)
 
         b = self._layers(plan.input_ids, plan.positions, plan.write_slots, cache, attend)
-        logits = self._logits(b.hidden, b.delta, b.normed, self._decode_logits[:rows], config.rms_norm_eps)
+        logits = self._logits(b.hidden, b.delta, b.normed, self._work.decode_logits[:rows], config.rms_norm_eps)
         self._check()
         return logits
 
@@ -184,10 +200,26 @@ class GPUForward:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of everything that is neither weights nor K/V, for the life of the process."""
-        buffers = [getattr(self._buffers, name) for name in Buffers.__slots__]
-        own = [*buffers, self._prefill_logits, self._decode_logits, self._integers, self.cos, self.sin]
-        return sum(x.numel() * x.element_size() for x in own) + self._partials.num_bytes
+        """Bytes of the workspace."""
+        return self._work.num_bytes
+
+    @property
+    def _drawing_bytes(self) -> int:
+        return max(64 << 20, DRAWN_BYTES * min(DRAWN_ROWS, self.max_batch_size) * self.config.vocab_size)
+
+    def _workspace(self, max_model_len: int, device: torch.device) -> Workspace:
+        from fast.kernels.gpu.decode import Partials
+
+        config, rows = self.config, self.max_batch_size
+        sizes = {"heads": config.num_heads, "dim": config.head_dim, "splits": -(-max_model_len // self._split)}
+        logits = (rows, config.vocab_size)
+        return Workspace(
+            Buffers.empty(config, self.tokens, dtype=self.dtype, device=device),
+            Partials.empty(rows=rows, **sizes, device=device),
+            torch.zeros(logits, dtype=self.dtype, device=device),
+            torch.zeros(logits, dtype=self.dtype, device=device),
+            torch.zeros(7 * self.tokens + rows * max_model_len, dtype=torch.int64, device=device),
+        )
 
     def _prefill_part(self, part: Sequence[Piece], cache: BatchedPagedKVCache, logits: Tensor) -> None:
         """A part's tokens through all layers; logits [C, V] of those chunks that end in it."""
@@ -220,7 +252,7 @@ class GPUForward:
 
     def _send(self, columns: Sequence[np.ndarray]) -> list[Tensor]:  # each [n] int64
         """Host integers to the device in one copy, each column as a view of the buffer they share."""
-        whole = self._integers[: sum(len(column) for column in columns)]
+        whole = self._work.integers[: sum(len(column) for column in columns)]
         whole.copy_(stage(np.concatenate(columns), self.device))
         return list(whole.split([len(column) for column in columns]))
 
@@ -236,7 +268,7 @@ class GPUForward:
         from fast.kernels.gpu.rope import rotate_and_write
         from fast.kernels.gpu.rowwise import add_and_norm, gate
 
-        b, eps = self._buffers.first(input_ids.shape[0]), self.config.rms_norm_eps
+        b, eps = self._work.buffers.first(input_ids.shape[0]), self.config.rms_norm_eps
         torch.index_select(self.embedding, 0, input_ids, out=b.hidden)
         delta = None
         for index, layer in enumerate(self.layers):

@@ -14,10 +14,13 @@ import sys
 import time
 from pathlib import Path
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit(f"make gpu: {sys.executable} has no torch, so nothing was run; PYTHON=/path/to/python make gpu")
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("test_gpu_card", "test_gpu", "test_gpu_attention", "test_gpu_kernels")
+TESTS = ("test_gpu_card", "test_gpu", "test_gpu_attention", "test_gpu_kernels", "test_device_sampling")
 NO_CARD = 3
 SECONDS = 460.0  # for all of it
 SECONDS_OF_TESTS = 230.0

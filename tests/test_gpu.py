@@ -21,6 +21,7 @@ from fast.engine import Engine
 from fast.gpu import GPUForward, compiled_kernels, parts_of, why_not
 from fast.model import Chunk, Forward
 from gates import GateError
+from gates.capture import check_pool_budget
 from gates.core import at_level
 from gates.gpu import check_allocator_at_rest, check_nothing_compiled
 from reference.request import Request, SamplingParams
@@ -143,8 +144,12 @@ def test_facts_say_what_multiplies_and_what_it_promises():
     assert (forward.facts()["products"], forward.facts()["schedule_invariant"]) == ("library", False)
     forward, _ = model(invariant=True)
     assert (forward.facts()["products"], forward.facts()["schedule_invariant"]) == ("row-invariant kernel", True)
-    held = sum(getattr(forward._buffers, name).nbytes for name in forward._buffers.__slots__)
-    assert forward.facts()["workspace_bytes"] > held
+    work = forward._work
+    held = [getattr(work.buffers, name) for name in work.buffers.__slots__]
+    held += [work.partials.acc, work.partials.peaks, work.partials.totals]
+    held += [work.prefill_logits, work.decode_logits, work.integers]
+    assert forward.facts()["workspace_bytes"] == sum(one.untyped_storage().nbytes() for one in held)
+    assert forward._workspace(64, torch.device("meta")).num_bytes == work.num_bytes
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter is for machines without a card")
@@ -207,6 +212,17 @@ def test_gate_rejects_a_kernel_compiled_after_ready(monkeypatch: pytest.MonkeyPa
         forward.prefill([chunk(2)], cache)
     with pytest.raises(GateError, match="1 kernel variants"):
         check_nothing_compiled(compiles_after_ready=1)
+
+
+def test_gate_rejects_a_workspace_that_weights_and_pool_leave_no_room_for(monkeypatch: pytest.MonkeyPatch):
+    needed = model()[0].workspace_bytes + (64 << 20)  # and what drawing takes
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (needed - 1, 2**40))
+    config = {"dtype": torch.float32, "device": "cuda", "max_batch_size": 4, "max_model_len": 64}
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)  # weights "on the card", wherever this runs
+    monkeypatch.setattr(fast.gpu, "rope_tables", lambda *_: (torch.zeros(1), torch.zeros(1)))
+    with pytest.raises(GateError, match=rf"gate capture\.pool_budget: the shared pool needs {needed:,} bytes"):
+        GPUForward(TINY, tiny_weights(), **config)
+    check_pool_budget(needed=needed, budget=needed, shape=(4, 64))
 
 
 def test_gate_rejects_an_allocator_that_grows_after_ready(monkeypatch: pytest.MonkeyPatch):

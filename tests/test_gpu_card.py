@@ -30,11 +30,16 @@ def engine(dtype: torch.dtype = torch.bfloat16, *, rows: int = 6, blocks: int = 
     return built
 
 
-def requests(count: int, *, drawn: bool = True) -> Iterator[Request]:
+def requests(count: int) -> Iterator[Request]:
     """Unequal prompts and answers; every other one is drawn."""
     for i in range(count):
         params = SamplingParams(
-            5 + 11 * i % 40, temperature=0.7 * (i % 2) * drawn, seed=i, top_p=0.95, ignore_eos=True, logprobs=1
+            5 + 11 * i % 40,
+            temperature=0.7 * (i % 2),
+            seed=i,
+            top_p=0.95,
+            ignore_eos=True,
+            logprobs=1 if i % 3 == 0 else None,  # the others never leave the device
         )
         yield Request([(17 * i + 5 * at) % 1000 + 3 for at in range(1 + 13 * i % 90)], params, f"r{i}")
 
