@@ -91,10 +91,17 @@ def compiled(build: Build, target: GPUTarget) -> Any:
 
 
 def taken(build: Build, target: GPUTarget) -> dict[str, Any]:
-    """Shared memory, registers, and bytes that spilled out of them, of one kernel on one target."""
+    """Shared memory, registers, and bytes that spilled out of them, of one kernel on one target.
+
+    For NVIDIA also the bytes of each of its asynchronous copies, and the matrix instructions that it is made of.
+    """
     kernel = compiled(build, target)
     facts = {"kernel": build.name, "element": build.element, "shared": kernel.metadata.shared}
     if "cubin" in kernel.asm:
+        text = kernel.asm["ptx"]
+        copies = {int(size, 0) for size in re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x\w+|\d+)", text)}
+        products = set(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync\.aligned\.(m\d+n\d+k\d+)", text))
+        facts |= {"copies": sorted(copies), "products": sorted(products)}
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel.asm["cubin"])
             file.flush()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import subprocess
 import sys
 import time
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"make gpu: torch {torch.__version__} sees no CUDA device here, so nothing was run and nothing is shown.")
         return NO_CARD
     begin = time.monotonic()
+    args.out.unlink(missing_ok=True)
     print(f"make gpu: {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     tests = tested(min(SECONDS_OF_TESTS, args.seconds / 2))
     left = args.seconds - (time.monotonic() - begin)
@@ -43,6 +45,10 @@ def main(argv: list[str] | None = None) -> int:
     timed = _run(bench, seconds=left)
     words = {0: "passed", 124: "ran out of time"}
     print(f"make gpu: tests {words.get(tests, 'FAILED')}, benches {words.get(timed, 'FAILED')}, numbers in {args.out}")
+    if args.out.exists():  # a run that was cut left what it had
+        from tests.bench.bench_gpu import table
+
+        print(table(json.loads(args.out.read_text())))
     return int(bool(tests or timed))
 
 

@@ -62,6 +62,24 @@ def test_every_kernel_fits(target: str, builds: list[dict[str, Any]]):
     assert not [words for one in facts for words in too_much(one)]
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_keys_and_values_travel_sixteen_bytes_at_a_time(target: str, builds: list[dict[str, Any]]):
+    """The widest asynchronous copy there is: what alignment the compiler was told of, it used."""
+    half = [one for one in builds if one["target"] == target and one["element"] == "bf16"]
+    copying = [one for one in half if one["kernel"].startswith(("decode", "prefill", "matmul"))]
+    assert {one["kernel"]: one["copies"] for one in copying} == {one["kernel"]: [16] for one in copying}
+    assert len(copying) == 6
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_a_decode_and_an_invariant_prefill_are_made_of_the_same_matrix_instructions(
+    target: str, builds: list[dict[str, Any]]
+):
+    """Or their sums would have different orders, and a token the bits of whichever of the two computed it."""
+    made = {one["kernel"]: one["products"] for one in builds if one["target"] == target and one["element"] == "bf16"}
+    assert made["decode by slots"] == made["decode by blocks"] == made["prefill of 16"] == ["m16n8k16"]
+
+
 def test_every_kernel_that_is_launched_is_compiled_here():
     """A function under `triton.jit` that is launched from Python ends in `_kernel`; each is named in gpu_compile."""
     declared = set()
