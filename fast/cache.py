@@ -24,7 +24,7 @@ from fast.blocks import BlockAllocator, BlockTable
 from fast.pool import KVPoolPlan
 from fast.slots import SlotTable
 from gates import FULL, enabled
-from gates.blocks import check_blocks_conserved, check_owned_once, check_sink_outside
+from gates.blocks import check_blocks_conserved, check_holders_counted, check_owned_once, check_sink_outside
 from reference.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class BatchedPagedKVCache:
             max_batch_size=max_batch_size, max_model_len=self.max_model_len, device=device, gather=gather
         )
         self.tenancies = 0  # rows ever adopted
+        self.found_tokens = 0  # tokens that entered a row already computed
         self.kernel_pool = kernel_pool
         # One tensor a layer: a write to layer 3 never makes a compiler believe that layer 4 moved.
         shape = (self.num_slots + 1, config.num_kv_heads, config.head_dim)
@@ -110,8 +111,9 @@ class BatchedPagedKVCache:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose K/V is stored, over all rows."""
-        return sum(table.length for table in self.tables)
+        """Tokens whose K/V is stored for a row; what rows share, in whole blocks, is stored once."""
+        shared = self.allocator.num_references - self.allocator.num_owned
+        return sum(table.length for table in self.tables) - shared * self.block_size
 
     @property
     def covered(self) -> list[Tensor]:  # each [num_slots, K, D], or [num_blocks, S, K, D] of a kernel pool
@@ -143,10 +145,21 @@ class BatchedPagedKVCache:
         for pool in (*self.k, *self.v):
             pool[at] = value
 
-    def adopt_row(self, row: int, blocks: list[int]) -> None:
-        """Give an empty row its first blocks. Raises ValueError when the row still holds a tenant."""
-        self.tables[row].adopt(blocks)
+    def adopt_row(self, row: int, blocks: list[int], tokens: int = 0) -> None:
+        """Give an empty row its first blocks, `tokens` of which are written (by others, who hold them too).
+
+        Raises:
+            ValueError: the row still holds a tenant.
+        """
+        self.tables[row].adopt(blocks, tokens)
         self.tenancies += 1
+        self._mirror_found(row, tokens)
+
+    def share_row(self, row: int, blocks: list[int]) -> None:
+        """Let a row hold blocks that another has written, in the place of its own next ones, which are free again."""
+        self.allocator.share(blocks)
+        self.allocator.free(self.tables[row].replace(blocks))
+        self._mirror_found(row, len(blocks) * self.block_size)
 
     def grow_row(self, row: int, tokens: int) -> None:
         """Allocate what row needs to hold `tokens` tokens. Raises OutOfBlocks, and then nothing has changed."""
@@ -161,6 +174,11 @@ class BatchedPagedKVCache:
         # Only what is new: a prompt in many chunks would else be copied in once for each of them.
         self.slot_table.extend(row, slots[self.slot_table.length(row) :])
         return slots
+
+    def _mirror_found(self, row: int, tokens: int) -> None:
+        table = self.tables[row]
+        self.found_tokens += tokens
+        self.slot_table.extend(row, table.slots(table.length - tokens, table.length))
 
     def reset_row(self, row: int) -> list[int]:
         """Forget a row's tenant and return its blocks, still owned. Nothing is cleared: lengths mask old K/V."""
@@ -195,10 +213,14 @@ class BatchedPagedKVCache:
         self.v[layer].index_copy_(0, slots, v)
 
     def check_blocks(self) -> None:
-        """The gates of who owns what: nothing lost, and, at full, nothing owned twice."""
+        """The gates of who owns what: nothing lost, and, at full, nothing held by two that is not published."""
         allocator = self.allocator
         owned = allocator.recount_owned() if enabled(FULL) else allocator.num_owned
         check_blocks_conserved(free=allocator.num_free, owned=owned, total=allocator.num_blocks)
         if enabled(FULL):  # every block id held, so not flat in the histories: tests and traces only
             tables = {row: table.blocks for row, table in enumerate(self.tables)}
-            check_owned_once(tables=tables, num_blocks=allocator.num_blocks)
+            published = {block for table in self.tables for block in table.blocks if allocator.is_kept(block)}
+            check_owned_once(tables=tables, num_blocks=allocator.num_blocks, shared=published)
+            check_holders_counted(
+                tables=tables, holders=[allocator.holders(block) for block in range(allocator.num_blocks)]
+            )

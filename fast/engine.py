@@ -27,11 +27,12 @@ from fast.decode import DEFAULT_WIDTH_MULTIPLE, DecodePath
 from fast.device_sampling import sample_on_device
 from fast.pool import KVPoolPlan, plan_pool
 from fast.prefill import PrefillPath
+from fast.prefix import Prefix, PrefixCache
 from fast.recheck import Recheck
 from fast.record import Listeners, Mark, StepRecord, unheard
 from fast.rows import Rows, Sequence, random_seed
 from fast.sampling import Sampled, sample_rows
-from fast.scheduler import Scheduler
+from fast.scheduler import Scheduler, SchedulerOutput
 from fast.warmup import WarmupReport
 from gates import FULL, GateError, enabled
 from gates.engine import check_gauges, check_within_limits
@@ -54,6 +55,8 @@ class Engine:
         compactor: RowCompactor | None = None,
         pool_plan: KVPoolPlan | None = None,
         chunk_tokens: int | None = None,
+        prefix_cache: bool = False,
+        reserve_growth: bool = False,
         seed_source: Callable[[], int] = random_seed,
     ) -> None:
         self.config = forward.config
@@ -64,6 +67,7 @@ class Engine:
         self.pool_plan = pool_plan
         self.recheck = Recheck(forward, cache, every=0)
         self.rows = Rows(cache.max_batch_size)
+        self.prefix = PrefixCache(cache.allocator, block_size=cache.block_size) if prefix_cache else None
         self.scheduler = Scheduler(
             cache,
             compactor=compactor,
@@ -71,6 +75,8 @@ class Engine:
             on_release=self.rows.release,
             snapshot=lambda: self.audit.snapshot(),
             chunk_tokens=chunk_tokens,
+            prefix=self.prefix,
+            reserve_growth=reserve_growth,
         )
         self.audit = Audit(cache, self.scheduler, self.rows, self.prefill, self.decode)
         if compactor is not None:
@@ -108,6 +114,8 @@ class Engine:
         compile_backend: str = DEFAULT_BACKEND,
         compact_rows: bool = False,
         gather_rows: bool = False,
+        prefix_cache: bool = False,
+        reserve_growth: bool = False,
         width_multiple: int = DEFAULT_WIDTH_MULTIPLE,
         kernels: bool = False,
         half_weights: bool = False,
@@ -125,14 +133,13 @@ class Engine:
         `kernels` computes on the CPU kernels (compiled here), whose weights and K/V are float32 unless told; `triton`
         on the GPU's, where `invariant` takes products that know no row count. Either has one width bucket.
         `take_weights` empties `weights`, so that the model is in memory once. `chunk_tokens` is what a step computes at
-        most (512, or a token a row). The other switches are `DecodePath`'s; a captured or compiled path is to be
-        warmed (`warm_decode`) first.
+        most (512, or a token a row); `prefix_cache` shares the K/V of prompts that begin alike. The other switches are
+        `DecodePath`'s; a captured or compiled path is to be warmed (`warm_decode`) first.
 
         Raises:
             ValueError: a limit is out of range, the pool holds nobody, or switches contradict each other.
         """
-        if compact_rows and gather_rows:
-            raise ValueError("gather_rows: True leaves rows in place, compact_rows moves them; choose one")
+        rows = _row_compactor(compact_rows=compact_rows, gather_rows=gather_rows)
         sizes: dict[str, Any] = {"max_batch_size": max_batch_size, "block_size": block_size, "num_blocks": num_blocks}
         sizes |= {"kv_bytes": kv_bytes, "max_model_len": max_model_len, "kernels": kernels}
         pool_plan = plan_pool(config, element_bytes=2 if half_kv else dtype.itemsize, **sizes)
@@ -144,9 +151,8 @@ class Engine:
         switches |= {"capture_decode": capture_decode, "record_on_miss": record_on_miss, "recorder": recorder}
         switches |= {"compile_decode": compile_decode, "compile_backend": compile_backend}
         decode = DecodePath(*made, width_multiple=width_multiple, **switches)
-        rows = RowCompactor("compact" if compact_rows else "gather" if gather_rows else "free")
-        kept: dict[str, Any] = {"pool_plan": pool_plan, "chunk_tokens": chunk_tokens, "seed_source": seed_source}
-        return cls(*made, decode=decode, compactor=rows, **kept)
+        kept: dict[str, Any] = {"chunk_tokens": chunk_tokens, "prefix_cache": prefix_cache, "seed_source": seed_source}
+        return cls(*made, decode=decode, compactor=rows, pool_plan=pool_plan, reserve_growth=reserve_growth, **kept)
 
     @property
     def max_model_len(self) -> int:
@@ -178,6 +184,8 @@ class Engine:
             max_tokens=min(room, params.max_tokens or room),
             tokens=list(request.prompt_ids),
         )
+        if self.prefix is not None and request.prefix_cache:
+            sequence.prefix = Prefix(request.cache_salt)
         if request.guide is not None:
             sequence.guide = request.guide.start(vocab_size=self.config.vocab_size, eos_token_ids=eos)
         self._arrivals += 1
@@ -227,6 +235,8 @@ class Engine:
             "max_model_len": self.max_model_len,
             "rows": "free" if compactor is None else compactor.mode,
             "chunk_tokens": self.scheduler.chunk_tokens,
+            "prefix_cache": self.prefix is not None,
+            "reserve_growth": self.scheduler.reserve_growth,
             "pool": None if self.pool_plan is None else self.pool_plan.as_dict(),
             "decode": self.decode.describe(),
         }
@@ -247,6 +257,10 @@ class Engine:
             "steps": self.steps,
             "prefill_tokens": self.prefill.tokens,
             "rechecked": self.recheck.checked,
+            "prefix_query_tokens": self.scheduler.query_tokens,
+            "prefix_hit_tokens": self.cache.found_tokens,
+            "prefix_blocks": 0 if self.prefix is None else len(self.prefix),
+            "prefix_evictions": 0 if self.prefix is None else self.prefix.evictions,
             "moves": 0 if self.scheduler.compactor is None else self.scheduler.compactor.moves,
             **self.decode.stats(),
         }
@@ -277,6 +291,8 @@ class Engine:
         # 4. Those whose last token alone is to be computed do that.
         parts += [self._decode(output.decode_rows)] if output.decode_rows else []
         mark("decode")
+        if self.prefix is not None:
+            self._publish(self.prefix, output)
         if output.rows:
             # 5. Every row that is up to date chooses its next token; most steps have one part, which is not copied.
             sampled = self._sample(parts[0] if len(parts) == 1 else torch.cat(parts), output.rows)
@@ -298,10 +314,22 @@ class Engine:
         self.rows.move(src=move.src, dst=move.dst)
 
     def _prefill(self, chunks: tuple[PlannedChunk, ...]) -> Tensor:  # [E, V]
+        for chunk in chunks:
+            chunk.sequence.computed += chunk.count
         return self.prefill.run(chunks)
 
     def _decode(self, rows: tuple[int, ...]) -> Tensor:  # [R, V]
+        for row in rows:
+            self.scheduler.running[row].computed += 1
         return self.decode.run(rows, [self.scheduler.running[row].tokens[-1] for row in rows])
+
+    def _publish(self, prefix: PrefixCache, output: SchedulerOutput) -> None:
+        """Whatever block became full in this step is there for others from now on."""
+        for row in (*(chunk.row for chunk in output.chunks), *output.decode_rows):
+            sequence, table = self.scheduler.running[row], self.cache.tables[row]
+            if sequence.prefix is not None and table.length // table.block_size > len(sequence.prefix.entries):
+                twice = prefix.publish(sequence.prefix, sequence.tokens, table.blocks, computed=table.length)
+                self.audit.computed_twice(twice)
 
     def _sample(self, logits: Tensor, rows: tuple[int, ...]) -> Sampled:  # [R, V]
         self.audit.before_sampling(rows)
@@ -334,7 +362,8 @@ class Engine:
             reason = self._finish_reason(sequence)
             if sequence.guide is not None and reason is None:
                 sequence.guide.accept(token)
-            return Event(sequence.request.id, token, reason, logprobs)
+            found = sequence.found if sequence.num_generated == 1 else 0
+            return Event(sequence.request.id, token, reason, logprobs, cached_tokens=found)
         except GateError as fault:
             if not self.fail_alone:
                 raise
@@ -361,3 +390,9 @@ class Engine:
         """The open requests that the gate sees: all at full, else those that spoke, for a queue can be long."""
         spoke = {event.request_id for event in events}
         return set(self._open) if enabled(FULL) else {name for name in spoke if name in self._open}
+
+
+def _row_compactor(*, compact_rows: bool, gather_rows: bool) -> RowCompactor:
+    if compact_rows and gather_rows:
+        raise ValueError("gather_rows: True leaves rows in place, compact_rows moves them; choose one")
+    return RowCompactor("compact" if compact_rows else "gather" if gather_rows else "free")

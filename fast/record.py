@@ -144,7 +144,7 @@ class StepRecorder:
         computing = {chunk.row for chunk in output.chunks} | set(output.decode_rows)
         draft = replace(
             self._draft,
-            admitted=tuple((row, sequence.request.id, len(sequence.tokens)) for row, sequence in pairs),
+            admitted=tuple((row, one.request.id, len(one.tokens) - one.found) for row, one in pairs),
             chunks=tuple((chunk.row, chunk.start, chunk.count) for chunk in output.chunks),
             idle_rows=tuple(row for row in rows if row not in computing),
             preempted=tuple(sequence.request.id for sequence in output.preempted),
@@ -213,7 +213,10 @@ def request_dict(request: Request) -> dict[str, Any]:
     params = {column.name: getattr(request.params, column.name) for column in fields(SamplingParams)}
     params["logit_bias"] = [list(pair) for pair in request.params.logit_bias.items()]
     guide = {} if request.guide is None else {"guide": request.guide.describe()}
-    return {"id": request.id, "prompt_ids": list(request.prompt_ids), "params": params, **guide}
+    asked = {"priority": request.priority, "cache_salt": request.cache_salt, "prefix_cache": request.prefix_cache}
+    neutral = {"priority": 0, "cache_salt": "", "prefix_cache": True}
+    told = {name: value for name, value in asked.items() if value != neutral[name]}
+    return {"id": request.id, "prompt_ids": list(request.prompt_ids), "params": params, **guide, **told}
 
 
 def _changes(before: Mapping[int, tuple[int, ...]], after: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:

@@ -14,12 +14,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reference.request import GuideState, Request
+
+if TYPE_CHECKING:
+    from fast.prefix import Prefix
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +30,7 @@ class Sequence:
     """One open request: its tokens so far, its place in the order of arrival, and the row it sits in, if any."""
 
     request: Request
-    arrival: int  # grows with each submit; decides who is preempted and who goes first
+    arrival: int  # grows with each submit
     seed: int  # int64: the request's own, or one chosen at submit
     ends: frozenset[int]  # token ids that end the answer, once it has min_tokens
     forbidden: tuple[int, ...]  # token ids masked until then: every EOS and stop id, even under ignore_eos
@@ -35,7 +38,16 @@ class Sequence:
     tokens: list[int]  # prompt, then answer
     row: int | None = None
     preemptions: int = 0
+    prefix: Prefix | None = None  # names of its full blocks; None: it takes no part in the prefix cache
+    admitted_at: int = 0  # the schedule that gave it its row
+    found: int = 0  # tokens found in the prefix cache since it was admitted
+    computed: int = 0  # tokens computed since it was admitted
     guide: GuideState | None = None  # what restricts the answer; it goes on after a preemption, as the tokens do
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place in line: priority first, then arrival; the lowest goes first and is preempted last."""
+        return (self.request.priority, self.arrival)
 
     @property
     def num_generated(self) -> int:

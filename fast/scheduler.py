@@ -15,6 +15,7 @@ Gates: gates.scheduler, gates.chunk. Proof: tests/test_scheduler.py, tests/test_
 from __future__ import annotations
 
 import heapq
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from fast.cache import BatchedPagedKVCache
 from fast.chunk import DEFAULT_CHUNK_TOKENS, PlannedChunk, share_budget
 from fast.compact import RowCompactor, RowMove
+from fast.prefix import PrefixCache
 from fast.rows import Sequence
 from gates.blocks import check_blocks_conserved
 from gates.chunk import check_budget_kept, check_chunks_shared
@@ -29,9 +31,11 @@ from gates.compact import check_compaction_right, check_moves_amortised
 from gates.core import FULL, enabled
 from gates.scheduler import (
     check_earliest_kept,
+    check_preempted_late,
     check_preempted_wait,
     check_queue_order,
     check_rows_accounted,
+    check_somebody_runs,
 )
 from gates.slots import check_vacated_unmirrored
 
@@ -74,19 +78,24 @@ class Scheduler:
         on_release: Callable[[int], None] | None = None,
         snapshot: Callable[[], Mapping[int, Mapping[str, object]]] | None = None,
         chunk_tokens: int | None = None,
+        prefix: PrefixCache | None = None,
+        reserve_growth: bool = False,
     ) -> None:
         rows = cache.max_batch_size
         if chunk_tokens is not None and chunk_tokens < rows:
             raise ValueError(f"chunk_tokens: {chunk_tokens} is not at least {rows}, a token a step for each row")
         self.cache = cache
         self.chunk_tokens = max(DEFAULT_CHUNK_TOKENS, rows) if chunk_tokens is None else chunk_tokens
+        self.prefix = prefix
+        self.reserve_growth = reserve_growth
         self.compactor = compactor
         self.on_admit = on_admit
         self.on_release = on_release
         self.snapshot = snapshot
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
-        self.preemptions = 0
+        self.schedules = self.preemptions = 0
+        self.query_tokens = 0  # of admitted sequences that take part in the prefix cache
         self.releases = 0  # rows vacated, by an end, an abort or a preemption
         self._free_rows = list(range(cache.max_batch_size))  # a heap: the lowest free row goes first
 
@@ -101,11 +110,12 @@ class Scheduler:
         return sorted(self._free_rows)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind all that came before it."""
-        self.waiting.append(sequence)
+        """Queue a sequence behind all that go before it."""
+        self._queue(sequence)
 
     def schedule(self) -> SchedulerOutput:
         """Plan one step; afterwards every decode row has a block for its next token."""
+        self.schedules += 1
         # 1. Grow: each running row gets the block of its next token, and may cost a later arrival its place.
         preempted = self._grow()
         # 2. Compact: the survivors become rows 0..n-1. Never mid-step: a recording reads the row a move copies into.
@@ -116,9 +126,11 @@ class Scheduler:
         # 4. Share what the decoding rows leave of the budget.
         chunks = self._chunk(decode_rows)
         check_queue_order(
-            running=[sequence.arrival for sequence in self.running.values()],
-            waiting=self._waiting_arrivals(),
+            running=[sequence.order for sequence in self.running.values()],
+            waiting=self._waiting_orders(),
+            admitted=[sequence.order for sequence in admitted],
         )
+        check_somebody_runs(running=len(self.running), waiting=len(self.waiting), preempted=len(preempted))
         check_rows_accounted(free=self._free_rows, running=list(self.running), total=self.cache.max_batch_size)
         check_preempted_wait(preempted=[s.arrival for s in preempted], admitted=[s.arrival for s in admitted])
         self._check_storage()
@@ -133,13 +145,13 @@ class Scheduler:
             self._vacate(sequence)
 
     def _grow(self) -> tuple[Sequence, ...]:
-        by_arrival = sorted(self.running.values(), key=_arrival)
-        earliest = by_arrival[0] if by_arrival else None
+        in_order = sorted(self.running.values(), key=_order)
+        earliest = in_order[0] if in_order else None
         preempted: list[Sequence] = []
-        for sequence in by_arrival:
+        for sequence in in_order:
             # Whoever is preempted is the last of those still running, so it is never asked to grow after that.
             while sequence.row is not None and not self._grow_one(sequence.row):
-                latest = by_arrival[len(by_arrival) - 1 - len(preempted)]
+                latest = in_order[len(in_order) - 1 - len(preempted)]
                 self._preempt(latest)
                 preempted.append(latest)
         if earliest is not None:
@@ -156,11 +168,13 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        if self.reserve_growth:
+            held = self.schedules - sequence.admitted_at
+            check_preempted_late(arrival=sequence.arrival, steps=held, block_size=self.cache.block_size)
         self._vacate(sequence)
         sequence.preemptions += 1
         self.preemptions += 1
-        # Every waiting sequence arrived later than every running one, so the front is its place in order of arrival.
-        self.waiting.appendleft(sequence)
+        self._queue(sequence)
 
     def _compact(self) -> tuple[RowMove, ...]:
         if self.compactor is None:
@@ -179,31 +193,58 @@ class Scheduler:
             check_compaction_right(before=before, after=self.snapshot(), moves=pairs)
         return moves
 
-    def _waiting_arrivals(self) -> list[int]:
+    def _queue(self, sequence: Sequence) -> None:
+        self.waiting.insert(bisect(self.waiting, sequence.order, key=_order), sequence)
+
+    def _waiting_orders(self) -> list[tuple[int, int]]:
         """The queue as the gate sees it: all of it at full, else its two ends, for it can be a day's work long."""
         shown = self.waiting if enabled(FULL) or len(self.waiting) < 3 else (self.waiting[0], self.waiting[-1])
-        return [sequence.arrival for sequence in shown]
+        return [sequence.order for sequence in shown]
 
     def _admit(self) -> tuple[Sequence, ...]:
         admitted: list[Sequence] = []
         while self.waiting and self._free_rows:
             head = self.waiting[0]
-            if -(-len(head.tokens) // self.cache.block_size) > self.cache.allocator.num_free:
+            found: list[int] = []
+            if self.prefix is not None and head.prefix is not None:
+                found = self.prefix.match(head.prefix, head.tokens)
+            if not self._fits(head, found):
                 break  # nobody jumps the head: a smaller request behind it waits too
             self.waiting.popleft()
-            self._seat(head, heapq.heappop(self._free_rows))
+            self._seat(head, heapq.heappop(self._free_rows), found)
             admitted.append(head)
         return tuple(admitted)
+
+    def _fits(self, head: Sequence, found: list[int]) -> bool:
+        """True when the pool holds all of its tokens, and then a block more for each row that will need one.
+
+        The second half is the watermark (`reserve_growth`): with it no row that grows costs anybody its place before
+        some row has filled a block, so whoever is admitted keeps its row for `block_size` steps and more.
+        """
+        allocator = self.cache.allocator
+        needed = self._blocks_of(len(head.tokens)) - len(found)
+        woken = sum(1 for block in found if not allocator.holders(block))  # free until now, and no longer
+        if not (self.reserve_growth and self.running):
+            return needed + woken <= allocator.num_free
+        growing = sum(1 for row, one in self.running.items() if self._at_most(one) > len(self.cache.tables[row].blocks))
+        growing += self._at_most(head) > self._blocks_of(len(head.tokens))
+        return needed + woken + growing <= allocator.num_free
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self.cache.block_size)
+
+    def _at_most(self, sequence: Sequence) -> int:
+        """Blocks that a sequence will hold in the end if nothing ends it before; its last token is never stored."""
+        return self._blocks_of(len(sequence.request.prompt_ids) + sequence.max_tokens - 1)
 
     def _pending(self, row: int) -> int:
         """Tokens of a running row that are known and not computed."""
         return len(self.running[row].tokens) - self.cache.tables[row].length
 
     def _chunk(self, decode_rows: tuple[int, ...]) -> tuple[PlannedChunk, ...]:
-        decoding = set(decode_rows)
-        waiting = sorted(
-            (row for row in self.running if row not in decoding), key=lambda row: self.running[row].arrival
-        )
+        waiting = sorted(self.running.keys() - set(decode_rows), key=lambda row: self.running[row].order)
+        if self.prefix is not None and waiting:
+            waiting = self._follow(self.prefix, waiting)
         pending = [self._pending(row) for row in waiting]
         left = self.chunk_tokens - len(decode_rows)
         counts = share_budget(pending, left)
@@ -216,8 +257,32 @@ class Scheduler:
                 chunks.append(PlannedChunk(row, self.running[row], start, count, ends=count == total))
         return tuple(chunks)
 
-    def _seat(self, sequence: Sequence, row: int) -> None:
-        self.cache.adopt_row(row, [])
+    def _follow(self, prefix: PrefixCache, waiting: list[int]) -> list[int]:
+        """Give prompts what was published since they began; leave out those whose next block another computes now."""
+        size = self.cache.block_size
+        going: list[int] = []
+        computing: set[int] = set()
+        for row in waiting:
+            sequence, table = self.running[row], self.cache.tables[row]
+            if sequence.prefix is not None:
+                begun = table.length % size
+                found = [] if begun else prefix.match(sequence.prefix, sequence.tokens)[table.length // size :]
+                if found:
+                    self.cache.share_row(row, found)
+                    sequence.found += len(found) * size
+                at, names = table.length // size, prefix.names(sequence.prefix, sequence.tokens)
+                if not begun and at < (len(sequence.tokens) - 1) // size and names[at] in computing:
+                    continue
+                computing.update(names[at:])
+            going.append(row)
+        return going
+
+    def _seat(self, sequence: Sequence, row: int, found: list[int]) -> None:
+        self.cache.allocator.share(found)
+        self.query_tokens += len(sequence.tokens) if sequence.prefix is not None else 0
+        sequence.found, sequence.computed = len(found) * self.cache.block_size, 0
+        sequence.admitted_at = self.schedules
+        self.cache.adopt_row(row, found, sequence.found)
         self.cache.grow_row(row, len(sequence.tokens))
         sequence.row = row
         self.running[row] = sequence
@@ -228,7 +293,8 @@ class Scheduler:
         """What the block tables hold, counted here, against what the allocator and the mirror say."""
         tables, allocator = self.cache.tables, self.cache.allocator
         # What the tables hold and not what the allocator calls owned: a block that both sides dropped is in neither.
-        held = sum(len(table.blocks) for table in tables)
+        # A shared block stands in several tables and is one of the pool's.
+        held = sum(len(table.blocks) for table in tables) - (allocator.num_references - allocator.num_owned)
         check_blocks_conserved(free=allocator.num_free, owned=held, total=allocator.num_blocks)
         mirrored = self.cache.slot_table.lengths(range(len(tables)))
         check_vacated_unmirrored(mirrored=mirrored, stored=[table.length for table in tables])
@@ -239,6 +305,8 @@ class Scheduler:
             raise ValueError(f"request {sequence.request.id!r} sits in no row")
         self.cache.free(row)
         del self.running[row]
+        if sequence.prefix is not None:
+            sequence.prefix.entries.clear()
         self.releases += 1
         sequence.row = None
         heapq.heappush(self._free_rows, row)
@@ -246,5 +314,5 @@ class Scheduler:
             self.on_release(row)
 
 
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order

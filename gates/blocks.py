@@ -8,7 +8,8 @@ Gates: this file. Proof: tests/test_reference_blocks.py, tests/test_blocks.py. S
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 
 from torch import Tensor
 
@@ -33,14 +34,39 @@ def check_sink_outside(*, sink_slot: int, num_blocks: int, block_size: int, pool
 
 
 @gate("blocks.owned_once")
-def check_owned_once(*, tables: Mapping[int, Sequence[int]] | Mapping[str, Sequence[int]], num_blocks: int) -> None:
-    """No block stands in two tables, nor twice in one, and every id names a block of the pool (0..num_blocks-1)."""
-    owner: dict[int, int | str] = {}
+def check_owned_once(
+    *,
+    tables: Mapping[int, Sequence[int]] | Mapping[str, Sequence[int]],
+    num_blocks: int,
+    shared: Container[int] = (),
+) -> None:
+    """No block stands in two tables, nor twice in one, and every id names a block of the pool (0..num_blocks-1).
+
+    Published blocks (`shared`) may stand in several tables, at one and the same place: they hold the same prefix.
+    """
+    owner: dict[int, tuple[int | str, int]] = {}
     for name, blocks in tables.items():
-        for block in blocks:
+        for place, block in enumerate(blocks):
             require(0 <= block < num_blocks, f"table {name} holds block {block}, the pool has 0..{num_blocks - 1}")
-            require(block not in owner, f"block {block} is in table {name} and in table {owner.get(block)}")
-            owner[block] = name
+            other, elsewhere = owner.setdefault(block, (name, place))
+            if (other, elsewhere) == (name, place):
+                continue
+            both = f"block {block} is in table {name} and in table {other}"
+            require(other != name and block in shared, both)
+            require(place == elsewhere, f"{both}, at places {place} and {elsewhere}: not the same prefix")
+
+
+@gate("blocks.holders", at=FULL)
+def check_holders_counted(
+    *, tables: Mapping[int, Sequence[int]] | Mapping[str, Sequence[int]], holders: Sequence[int]
+) -> None:
+    """Each block has as many holders as tables it stands in: a count too low frees it under somebody, one too high
+    never frees it."""
+    counted = Counter(block for blocks in tables.values() for block in blocks)
+    bad = [block for block, count in enumerate(holders) if count != counted[block]]
+    if bad:
+        block = bad[0]
+        require(False, f"block {block} counts {holders[block]} holders, {counted[block]} tables hold it [{len(bad)}]")
 
 
 @gate("blocks.tables_cover")

@@ -25,22 +25,47 @@ def check_rows_accounted(*, free: Sequence[int], running: Sequence[int], total: 
     require(len(free) + len(running) == total, f"{len(free)} free + {len(running)} running rows, the batch has {total}")
 
 
+Order = tuple[int, int]  # (priority, arrival): the lowest goes first
+
+
 @gate("scheduler.queue_order")
-def check_queue_order(*, running: Sequence[int], waiting: Sequence[int]) -> None:
-    """Nobody jumped the queue: arrivals wait in order, and every running one came before every waiting one.
+def check_queue_order(*, running: Sequence[Order], waiting: Sequence[Order], admitted: Sequence[Order] = ()) -> None:
+    """Nobody jumped the queue: all wait in order, the admitted went before them, and of one priority the running too.
 
     `waiting` may be the two ends of the queue alone, which is what a server can afford to look at in every step.
+    A running request of a later priority was there first; it is not put out.
     """
     for first, second in zip(waiting, list(waiting)[1:], strict=False):
-        require(first < second, f"arrival {first} waits ahead of arrival {second}")
-    if running and waiting:
-        require(max(running) < waiting[0], f"arrival {max(running)} runs while arrival {waiting[0]} waits")
+        require(first < second, f"arrival {first[1]} waits ahead of arrival {second[1]}")
+    if not waiting:
+        return
+    priority, head = waiting[0]
+    late = [arrival for urgent, arrival in running if urgent == priority and arrival >= head]
+    late += [order[1] for order in admitted if order > waiting[0]]
+    require(not late, f"arrival {max(late, default=0)} runs while arrival {head} waits")
 
 
 @gate("scheduler.earliest_kept")
 def check_earliest_kept(*, earliest: int, preempted: Sequence[int]) -> None:
     """The earliest running arrival is not among the preempted: it always advances, so there is no livelock."""
     require(earliest not in preempted, f"arrival {earliest} is the earliest running and was preempted")
+
+
+@gate("scheduler.preempted_late")
+def check_preempted_late(*, arrival: int, steps: int, block_size: int) -> None:
+    """With room kept for growth, nobody is preempted before `block_size` steps: each admission is worth its prefill.
+
+    It bounds how often one request can be preempted: the earlier ones end, and until then it is once in so many steps.
+    """
+    fact = f"arrival {arrival} is preempted {steps} steps after it was admitted, a block lasts {block_size} steps"
+    require(steps >= block_size, fact)
+
+
+@gate("scheduler.somebody_runs")
+def check_somebody_runs(*, running: int, waiting: int, preempted: int) -> None:
+    """Whoever is first in line with an empty batch is admitted: nothing that runs could ever make room for it."""
+    fact = f"{waiting} requests wait, 0 run and none was preempted; the head of the queue will never fit"
+    require(running > 0 or waiting == 0 or preempted > 0, fact)
 
 
 @gate("scheduler.preempted_wait")

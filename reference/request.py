@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_N = 128
+MAX_PRIORITY = 2**31 - 1
 LOGPROB_FLOOR = -9999.0  # an impossible token's log probability is -inf, which JSON cannot hold
 SEED_RANGE = (-(2**63), 2**63 - 1)
 
@@ -140,13 +141,18 @@ class Guide(Protocol):
 class Request:
     """One prompt to be continued: its token ids, how to sample, and an id that is unique while it is open.
 
-    `guide` restricts what may be said; with one there is no going on past EOS.
+    `guide` restricts what may be said; with one there is no going on past EOS. The last three change no token:
+    `priority` (lower is sooner) goes before the order of arrival while the request waits; `prefix_cache` False keeps
+    its K/V out of the cache that requests share, and another `cache_salt` from requests that do not know it.
     """
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     id: str = "request"
     guide: Guide | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         if self.guide is not None and self.params.ignore_eos:
@@ -156,6 +162,11 @@ class Request:
             raise ValueError("prompt_ids: empty; at least one token is needed to compute a next one")
         if not isinstance(self.id, str):
             raise ValueError(f"id: {self.id!r} is not a string")
+        _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if not isinstance(self.cache_salt, str):
+            raise ValueError(f"cache_salt: {self.cache_salt!r} is not a string")
+        if not isinstance(self.prefix_cache, bool):
+            raise ValueError(f"prefix_cache: {self.prefix_cache!r} is not true or false")
 
     def expand(self) -> list[Request]:
         """`n` requests of one answer each; answer i has id `<id>-i` and seed + i (wrapped to int64)."""
@@ -166,7 +177,7 @@ class Request:
         for i in range(self.params.n):
             seed = None if self.params.seed is None else (self.params.seed + i - low) % 2**64 + low
             params = replace(self.params, n=1, seed=seed)
-            children.append(Request(self.prompt_ids, params, f"{self.id}-{i}", self.guide))
+            children.append(replace(self, params=params, id=f"{self.id}-{i}"))
         return children
 
 
@@ -191,6 +202,7 @@ class Event:
     finish_reason: str | None = None
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    cached_tokens: int = 0  # of an answer's first token: prompt tokens whose K/V was found and not computed
 
 
 @dataclass(slots=True)

@@ -55,6 +55,7 @@ class Answer:
         self._texts: list[str] = []
         self._waiting: list[Position] = []  # positions whose text is not out yet
         self.positions: list[Position] = []
+        self.cached_tokens = 0  # of its prompt, those whose K/V was found and not computed
         self.num_tokens = 0  # all that were computed for it, the one that ended it included
         self.finish_reason: str | None = None
 
@@ -73,6 +74,7 @@ class Answer:
             raise AnswerFailed(event.error or f"the engine ended the request: {event.finish_reason}")
         assert event.token_id is not None
         self.num_tokens += 1
+        self.cached_tokens += event.cached_tokens
         # A token that ended its request with "stop" is EOS or a stop id: counted, not shown.
         text = "" if event.finish_reason == "stop" else self._show(event.token_id, event.logprobs)
         safe, stop = self._match(text)

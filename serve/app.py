@@ -237,7 +237,9 @@ class Api:
             await until_gone(request.receive, _drain(ticket, answers))
         finally:
             ticket.close()
-        return _json_response(reply.whole(answers, usage(answers, num_prompt_tokens=job.num_prompt_tokens)))
+        return _json_response(
+            reply.whole(answers, usage(answers, num_prompt_tokens=job.num_prompt_tokens, n=job.params.n))
+        )
 
     def _check_model(self, name: str) -> None:
         if name != self._model_name:
@@ -295,4 +297,4 @@ async def _chunks(
         chunks = [chunk for index, piece in batch for chunk in reply.chunks(index, piece)]
         yield b"".join(sse(to_json({**chunk, **nulls})) for chunk in chunks)
     if body.include_usage:
-        yield sse(to_json(reply.last(usage(answers, num_prompt_tokens=job.num_prompt_tokens))))
+        yield sse(to_json(reply.last(usage(answers, num_prompt_tokens=job.num_prompt_tokens, n=job.params.n))))

@@ -47,6 +47,7 @@ def build_engine(
     kv_cache_bytes: int = 2**30,
     max_model_len: int | None = None,
     chunk_tokens: int | None = None,
+    prefix_cache: bool = False,
     dtype: torch.dtype = torch.float32,
     bucket_decode: bool = False,
     persist_inputs: bool = False,
@@ -87,13 +88,12 @@ def build_engine(
 
         sizes: dict[str, Any] = {"max_batch_size": max_batch_size, "block_size": block_size, "kv_bytes": kv_cache_bytes}
         sizes |= {"max_model_len": max_model_len, "width_multiple": width_multiple, "chunk_tokens": chunk_tokens}
-        computes: dict[str, Any] = {"dtype": dtype, "kernels": kernels, "threads": threads}
-        computes |= {"half_weights": half_weights, "half_kv": half_kv, "take_weights": take_weights}
-        computes |= {"device": device, "triton": triton, "invariant": invariant}
-        switches: dict[str, Any] = {"bucket_decode": bucket_decode, "persist_inputs": persist_inputs}
-        switches |= {"capture_decode": capture_decode, "compile_decode": compile_decode}
-        switches |= {"compact_rows": compact_rows, "gather_rows": gather_rows}
-        fast = FastEngine.build(loaded.config, loaded.weights, **sizes, **computes, **switches)
+        how: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "threads": threads}
+        how |= {"half_weights": half_weights, "half_kv": half_kv, "take_weights": take_weights, "triton": triton}
+        how |= {"invariant": invariant, "bucket_decode": bucket_decode, "persist_inputs": persist_inputs}
+        how |= {"capture_decode": capture_decode, "compile_decode": compile_decode, "compact_rows": compact_rows}
+        how |= {"gather_rows": gather_rows, "prefix_cache": prefix_cache, "reserve_growth": True}
+        fast = FastEngine.build(loaded.config, loaded.weights, **sizes, **how)
         if capture_decode or compile_decode:  # the pool is allocated, and nobody can ask for anything yet
             print(fast.warm_decode(max_rows=warm_rows, max_width=warm_width).render(), file=sys.stderr)
         return fast
@@ -140,6 +140,7 @@ def _load_and_build(args: argparse.Namespace) -> tuple[str, LoadedModel, Engine]
             kv_cache_bytes=args.kv_cache_memory,
             max_model_len=args.max_model_len,
             chunk_tokens=args.chunk_tokens,
+            prefix_cache=args.prefix_cache,
             dtype=getattr(torch, args.dtype),
             width_multiple=args.width_multiple,
             warm_rows=args.warm_rows,

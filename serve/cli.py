@@ -103,6 +103,12 @@ def _engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="most tokens of one step, decoding rows first; default: 512",
     )
+    parser.add_argument(
+        "--prefix-cache",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="share the K/V of prompts that begin alike; default: on",
+    )
     parser.add_argument("--threads", type=integer(1, 1024), metavar="N", help="CPU threads; default: physical cores")
     parser.add_argument(
         "--recheck-every",

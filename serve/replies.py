@@ -27,13 +27,17 @@ def to_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def usage(answers: Sequence[Answer], *, num_prompt_tokens: int) -> dict[str, int]:
-    """Each prompt once, and every token computed for an answer up to the one that ended it."""
+def usage(answers: Sequence[Answer], *, num_prompt_tokens: int, n: int) -> dict[str, Any]:
+    """Each prompt once, however many answers (`n`) it gets, and every token computed for an answer up to its end.
+
+    Cached tokens are those of each prompt's first answer: the others find what that one has computed.
+    """
     num_tokens = sum(answer.num_tokens for answer in answers)
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt_tokens + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in answers[::n])},
     }
 
 
@@ -56,7 +60,7 @@ class CompletionReply:
     tokenizer: Tokenizer
     logprobs: bool
 
-    def whole(self, answers: Sequence[Answer], counts: dict[str, int]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Answer], counts: dict[str, Any]) -> dict[str, Any]:
         """The reply that is not streamed."""
         choices = [
             self._choice(index, Piece(answer.text, tuple(answer.positions), answer.finish_reason))
@@ -68,7 +72,7 @@ class CompletionReply:
         """The chunk of one piece."""
         return [{**self._envelope(), "choices": [self._choice(index, piece)]}]
 
-    def last(self, counts: dict[str, int]) -> dict[str, Any]:
+    def last(self, counts: dict[str, Any]) -> dict[str, Any]:
         """The chunk with the counts."""
         return {**self._envelope(), "choices": [], "usage": counts}
 
@@ -109,7 +113,7 @@ class ChatReply:
     _begun: set[int] = field(default_factory=set)
     _parsers: dict[int, CallParser] = field(default_factory=dict)
 
-    def whole(self, answers: Sequence[Answer], counts: dict[str, int]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Answer], counts: dict[str, Any]) -> dict[str, Any]:
         """The reply that is not streamed."""
         choices = []
         for index, answer in enumerate(answers):
@@ -143,7 +147,7 @@ class ChatReply:
             made.append(self._chunk(index, delta, self._logprobs(piece.positions), reason))
         return made
 
-    def last(self, counts: dict[str, int]) -> dict[str, Any]:
+    def last(self, counts: dict[str, Any]) -> dict[str, Any]:
         """The chunk with the counts."""
         return {**self._envelope("chat.completion.chunk"), "choices": [], "usage": counts}
 

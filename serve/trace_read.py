@@ -84,7 +84,9 @@ class TraceReader:
     def __iter__(self) -> Iterator[TraceStep]:
         """The steps in order."""
         pool = self.header["engine"].get("pool") or {}
-        state = _Running(num_blocks=pool.get("num_blocks"))
+        num_blocks = pool.get("num_blocks")
+        shared = range(num_blocks or 0 if self.header["engine"].get("prefix_cache") else 0)
+        state = _Running(num_blocks=num_blocks, shared=shared)
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 # Each line is written with its end, so only a last one that was cut short is without.
@@ -116,8 +118,9 @@ class TraceReader:
 class _Running:
     """What the lines so far add up to, and the gates each next line has to pass."""
 
-    def __init__(self, *, num_blocks: int | None) -> None:
+    def __init__(self, *, num_blocks: int | None, shared: range) -> None:
         self.num_blocks = num_blocks
+        self.shared = shared  # blocks that several rows may hold
         self.step: int | None = None
         self.open: set[str] = set()
         self.ended: set[str] = set()  # in the step before: their rows are empty by now
@@ -205,8 +208,8 @@ class _Running:
         if dump:
             check_dump_agrees(rebuilt=step.blocks, dumped=dump)
         if self.num_blocks is not None:
-            check_owned_once(tables=step.blocks, num_blocks=self.num_blocks)
-            owned = sum(len(blocks) for blocks in step.blocks.values())
+            check_owned_once(tables=step.blocks, num_blocks=self.num_blocks, shared=self.shared)
+            owned = len({block for blocks in step.blocks.values() for block in blocks})
             check_blocks_conserved(free=step.free_blocks, owned=owned, total=self.num_blocks)
 
 
@@ -235,4 +238,5 @@ def request_of(values: Mapping[str, Any]) -> Request:
     params = dict(values["params"])
     params["logit_bias"] = dict(params["logit_bias"])
     guide = TracedGuide(**values["guide"]) if "guide" in values else None
-    return Request(tuple(values["prompt_ids"]), SamplingParams(**params), values["id"], guide)
+    told = {name: values[name] for name in ("priority", "cache_salt", "prefix_cache") if name in values}
+    return Request(tuple(values["prompt_ids"]), SamplingParams(**params), values["id"], guide, **told)

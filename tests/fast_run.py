@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fast.engine import Engine
 from gates import FULL, enabled
-from gates.blocks import check_blocks_conserved, check_owned_once
+from gates.blocks import check_blocks_conserved, check_holders_counted, check_owned_once
 from gates.scheduler import check_rows_accounted, check_rows_follow_requests, check_vacated_rows_neutral
 from gates.slots import check_slots_agree
 from reference.request import Completion, Request
@@ -168,7 +168,10 @@ def check_state(engine: Engine) -> None:
     cache, scheduler = engine.cache, engine.scheduler
     allocator, running = cache.allocator, scheduler.running
     check_blocks_conserved(free=allocator.num_free, owned=allocator.num_owned, total=allocator.num_blocks)
-    check_owned_once(tables={r: t.blocks for r, t in enumerate(cache.tables)}, num_blocks=allocator.num_blocks)
+    tables = {row: table.blocks for row, table in enumerate(cache.tables)}
+    published = {block for block in range(allocator.num_blocks) if allocator.is_kept(block)}
+    check_owned_once(tables=tables, num_blocks=allocator.num_blocks, shared=published)
+    check_holders_counted(tables=tables, holders=[allocator.holders(block) for block in range(allocator.num_blocks)])
     check_rows_accounted(free=scheduler.free_rows, running=list(running), total=cache.max_batch_size)
     check_vacated_rows_neutral(
         dirty={row: engine.rows.dirty_columns(row) for row in scheduler.free_rows}, total=cache.max_batch_size

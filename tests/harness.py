@@ -110,6 +110,7 @@ def engine_of(trace: Trace) -> Engine:
         max_model_len=trace.max_model_len,
         width_multiple=trace.width_multiple,
         chunk_tokens=trace.chunk_tokens,
+        prefix_cache=trace.prefix_cache,
         dtype=getattr(torch, trace.dtype),
         seed_source=lambda: UNNAMED_SEED,
         **arm.switches,

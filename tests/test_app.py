@@ -140,7 +140,9 @@ def test_a_prompt_of_many_answers_is_counted_once():
     with serving(ScriptedEngine(lambda request: iter([*bytes(request.prompt_ids[1:]), 257]))) as running:
         reply = running.post(prompt=["ab", "cde"], n=2).json()
     assert [choice["text"] for choice in reply["choices"]] == ["ab", "ab", "cde", "cde"]
-    assert reply["usage"] == {"prompt_tokens": 7, "completion_tokens": 14, "total_tokens": 21}
+    assert reply["usage"] == {
+        "prompt_tokens": 7, "completion_tokens": 14, "total_tokens": 21, "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
 
 
 def test_seeds_of_n_answers_differ(scripted: Served):

@@ -121,7 +121,7 @@ def test_a_table_that_counts_tokens_without_blocks_takes_no_new_tenant():
 def test_gate_rejects_a_block_that_was_dropped_without_being_freed():
     allocator = BlockAllocator(4)
     allocator.allocate(2)
-    allocator._owned[0] = 0  # the fault: the ownership map forgets a block that is not on the free list
+    allocator._holders[0] = 0  # the fault: the ownership map forgets a block that is not on the free list
     with pytest.raises(GateError, match=r"2 free \+ 1 owned = 3 blocks, the pool has 4"):
         check_blocks_conserved(free=allocator.num_free, owned=allocator.recount_owned(), total=4)
     for free, owned in ((-1, 5), (5, -1)):  # the sum is right, and a count is not

@@ -86,6 +86,7 @@ def test_served_process_answers_and_ends_cleanly(engine: str) -> None:
             "prompt_tokens": 3,
             "completion_tokens": 5,
             "total_tokens": 8,
+            "prompt_tokens_details": {"cached_tokens": 0},
         }
         with urllib.request.urlopen(f"{url}/models", timeout=60) as reply:
             assert [model["id"] for model in json.load(reply)["data"]] == ["my model"]
@@ -196,7 +197,7 @@ def test_every_engine_option_reaches_the_engine(command: str, monkeypatch: pytes
     options = ["--model", "tiny-random", "--engine", "fast", "--max-batch-size", "3", "--block-size", "7"]
     options += ["--kv-cache-memory", "1MiB", "--max-model-len", "99", "--dtype", "float64", "--threads", str(threads)]
     options += ["--no-cuda-graphs", "--persistent-batch", "--warm-rows", "2", "--warm-width", "32"]
-    options += ["--width-multiple", "16", "--chunk-tokens", "77"]
+    options += ["--width-multiple", "16", "--chunk-tokens", "77", "--no-prefix-cache"]
     prompt = ["--prompt", "x"] if command == "generate" else []
     with pytest.raises(ZeroDivisionError):
         boot.boot(build_parser().parse_args([command, *options, *prompt]))
@@ -207,6 +208,7 @@ def test_every_engine_option_reaches_the_engine(command: str, monkeypatch: pytes
         "kv_cache_bytes": 2**20,
         "max_model_len": 99,
         "chunk_tokens": 77,
+        "prefix_cache": False,
         "dtype": torch.float64,
         "width_multiple": 16,
         "warm_rows": 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +21,12 @@ from gates.blocks import check_blocks_conserved, check_owned_once, check_tables_
 from gates.scheduler import (
     check_decode_room,
     check_earliest_kept,
+    check_preempted_late,
     check_preempted_wait,
     check_queue_order,
     check_rows_accounted,
     check_rows_follow_requests,
+    check_somebody_runs,
     check_vacated_rows_neutral,
 )
 from reference.request import Request, SamplingParams
@@ -31,7 +34,13 @@ from tests.harness import TINY
 
 
 def make(
-    *, rows: int = 3, blocks: int = 8, block_size: int = 2, compact: bool = False, columns: Rows | None = None
+    *,
+    rows: int = 3,
+    blocks: int = 8,
+    block_size: int = 2,
+    compact: bool = False,
+    columns: Rows | None = None,
+    **options: Any,
 ) -> Scheduler:
     cache = BatchedPagedKVCache(
         TINY, max_batch_size=rows, num_blocks=blocks, block_size=block_size, max_model_len=blocks * block_size
@@ -42,6 +51,7 @@ def make(
         compactor=compactor,
         on_admit=columns.admit if columns else None,
         on_release=columns.release if columns else None,
+        **options,
     )
 
     def on_move(move):
@@ -53,8 +63,8 @@ def make(
     return scheduler
 
 
-def sequence(arrival: int, prompt: int, answer: int, **params) -> Sequence:
-    request = Request((7,) * prompt, SamplingParams(max_tokens=answer, **params), f"r{arrival}")
+def sequence(arrival: int, prompt: int, answer: int, priority: int = 0, **params) -> Sequence:
+    request = Request((7,) * prompt, SamplingParams(max_tokens=answer, **params), f"r{arrival}", priority=priority)
     return Sequence(
         request=request,
         arrival=arrival,
@@ -184,6 +194,34 @@ def test_the_preempted_wait_in_order_of_arrival():
     assert [waiting.arrival for waiting in scheduler.waiting] == [2, 3]
 
 
+@pytest.mark.parametrize("reserve", [False, True])
+def test_an_admission_may_leave_a_block_for_each_row_that_will_grow(reserve: bool):
+    scheduler = make(rows=3, blocks=4, reserve_growth=reserve)
+    for arrival, answer in enumerate((4, 4)):
+        scheduler.add(sequence(arrival, 4, answer))
+    scheduler.add(sequence(2, 3, 2))  # one token of its answer is stored, in the second block that it has anyway
+    assert [one.arrival for one in step(scheduler).admitted] == ([0] if reserve else [0, 1])
+    while scheduler.has_work:
+        step(scheduler)
+    assert (scheduler.preemptions == 0) == reserve
+
+
+def test_a_lower_priority_number_goes_first_and_is_preempted_last():
+    scheduler = make(rows=2, blocks=5)
+    for arrival, priority in enumerate((0, 5, -1, 5, 0)):
+        scheduler.add(sequence(arrival, 2, 9, priority=priority))
+    assert [one.arrival for one in scheduler.waiting] == [2, 0, 4, 1, 3]
+    assert [one.arrival for one in step(scheduler).admitted] == [2, 0]
+    scheduler.add(sequence(5, 1, 1, priority=-9))
+    assert step(scheduler).preempted == (), "a newcomer puts nobody out"
+    while not scheduler.preemptions:
+        output = step(scheduler)
+    assert [one.arrival for one in output.preempted] == [0]
+    assert [one.arrival for one in scheduler.waiting] == [5, 0, 4, 1, 3]
+    with pytest.raises(ValueError, match="priority: 1.5 is not an integer"):
+        Request((1,), priority=1.5)
+
+
 @pytest.mark.parametrize("name", [column.name for column in Rows.columns()])
 def test_every_column_follows_its_request_and_leaves_a_neutral_row(name: str):
     rows = Rows(3)
@@ -245,7 +283,8 @@ def test_gate_rejects_a_preempted_sequence_at_the_back_of_the_queue(monkeypatch:
     step(scheduler)
 
     class Backwards(deque):
-        appendleft = deque.append  # the fault
+        def insert(self, at: int, one: Sequence) -> None:
+            self.append(one)  # the fault
 
     scheduler.waiting = Backwards(scheduler.waiting)
     with pytest.raises(GateError, match="arrival 2 waits ahead of arrival 1"):
@@ -254,11 +293,14 @@ def test_gate_rejects_a_preempted_sequence_at_the_back_of_the_queue(monkeypatch:
 
 def test_gate_rejects_a_newcomer_that_runs_ahead_of_the_queue():
     with pytest.raises(GateError, match="arrival 5 runs while arrival 3 waits"):
-        check_queue_order(running=[1, 5], waiting=[3])
+        check_queue_order(running=[(0, 1), (0, 5)], waiting=[(0, 3)])
     with pytest.raises(GateError, match="arrival 3 runs while arrival 3 waits"):
-        check_queue_order(running=[1, 3], waiting=[3])
-    check_queue_order(running=[], waiting=[3, 4])
-    check_queue_order(running=[1, 2], waiting=[3])
+        check_queue_order(running=[(0, 1), (0, 3)], waiting=[(0, 3)])
+    with pytest.raises(GateError, match="arrival 7 runs while arrival 3 waits"):
+        check_queue_order(running=[(1, 7)], waiting=[(0, 3)], admitted=[(1, 7)])
+    check_queue_order(running=[], waiting=[(0, 3), (0, 4)])
+    check_queue_order(running=[(0, 1), (0, 2)], waiting=[(0, 3)])
+    check_queue_order(running=[(1, 1), (0, 2)], waiting=[(0, 3), (1, 2)], admitted=[(0, 2)])
 
 
 def test_gate_rejects_a_preempted_earliest_arrival():
@@ -270,6 +312,26 @@ def test_gate_rejects_an_arrival_that_is_preempted_and_admitted_in_one_step():
     check_preempted_wait(preempted=[4], admitted=[3])
     with pytest.raises(GateError, match=r"arrival \[4\] is preempted and admitted in one step"):
         check_preempted_wait(preempted=[7, 4], admitted=[4])
+
+
+def test_gate_rejects_a_preemption_right_after_an_admission(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Scheduler, "_fits", lambda scheduler, head, found: True)  # the fault: no room is kept
+    scheduler = make(rows=3, blocks=4, reserve_growth=True)
+    for arrival in range(2):
+        scheduler.add(sequence(arrival, 4, 4))
+    step(scheduler)
+    with pytest.raises(GateError, match="arrival 1 is preempted 1 steps after it was admitted, a block lasts 2 steps"):
+        step(scheduler)
+    check_preempted_late(arrival=1, steps=2, block_size=2)
+
+
+def test_gate_rejects_an_empty_batch_in_front_of_a_queue(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Scheduler, "_fits", lambda scheduler, head, found: False)  # the fault: a head that never fits
+    scheduler = make()
+    scheduler.add(sequence(0, 2, 4))
+    with pytest.raises(GateError, match="1 requests wait, 0 run and none was preempted"):
+        scheduler.schedule()
+    check_somebody_runs(running=0, waiting=0, preempted=0)
 
 
 def test_gate_rejects_a_row_that_was_vacated_without_its_blocks():
@@ -320,10 +382,19 @@ def test_coverage_refuses_what_it_cannot_run():
 class Schedule(RuleBasedStateMachine):
     """Submit, step and abort in any order over a tight pool; the model is a dict of how long each answer is."""
 
-    @initialize(rows=st.integers(1, 4), blocks=st.integers(2, 9), block_size=st.integers(1, 3), compact=st.booleans())
-    def start(self, rows: int, blocks: int, block_size: int, compact: bool):
+    @initialize(
+        rows=st.integers(1, 4),
+        blocks=st.integers(2, 9),
+        block_size=st.integers(1, 3),
+        compact=st.booleans(),
+        reserve=st.booleans(),
+        budget=st.integers(0, 3) | st.none(),
+    )
+    def start(self, rows: int, blocks: int, block_size: int, compact: bool, reserve: bool, budget: int | None):
         self.columns = Rows(rows)
-        self.scheduler = make(rows=rows, blocks=blocks, block_size=block_size, compact=compact, columns=self.columns)
+        policy = {"reserve_growth": reserve, "chunk_tokens": None if budget is None else rows + budget}
+        sizes = {"rows": rows, "blocks": blocks, "block_size": block_size}
+        self.scheduler = make(**sizes, compact=compact, columns=self.columns, **policy)
         self.limit = self.scheduler.cache.max_model_len
         self.open: dict[int, Sequence] = {}
         self.answers: dict[int, int] = {}  # arrival -> tokens emitted so far
@@ -351,6 +422,7 @@ class Schedule(RuleBasedStateMachine):
     def step(self):
         before = {arrival: one.num_generated for arrival, one in self.open.items()}
         earliest = min(self.open, default=None)
+        stored = {a: self.scheduler.cache.tables[s.row].length for a, s in self.open.items() if s.row is not None}
         output = step(self.scheduler)
         # Exactly the computed rows gained exactly one token, a resumed sequence included.
         gained = {a for a, one in self.open.items() if one.num_generated == before[a] + 1}
@@ -358,14 +430,16 @@ class Schedule(RuleBasedStateMachine):
         assert gained | same == set(self.open)
         assert len(gained) == len(output.rows)
         if earliest is not None:
-            assert earliest in gained, "the earliest open request advances in every step"
+            row = self.open[earliest].row
+            after = stored.get(earliest, 0) + 1 if row is None else self.scheduler.cache.tables[row].length
+            assert after > stored.get(earliest, 0), "the earliest open request advances in every step"
         self.open = {a: one for a, one in self.open.items() if one.num_generated < one.max_tokens}
 
     @invariant()
     def blocks_and_rows_are_conserved(self):
         if not hasattr(self, "open"):
             return
-        cache = self.scheduler.cache
+        cache, running = self.scheduler.cache, self.scheduler.running
         allocator = cache.allocator
         check_blocks_conserved(free=allocator.num_free, owned=allocator.num_owned, total=allocator.num_blocks)
         check_owned_once(tables=dict(enumerate(t.blocks for t in cache.tables)), num_blocks=allocator.num_blocks)
@@ -373,8 +447,8 @@ class Schedule(RuleBasedStateMachine):
             lengths=[table.length for table in cache.tables],
             blocks_held=[len(table.blocks) for table in cache.tables],
             block_size=cache.block_size,
+            known=[len(running[row].tokens) if row in running else 0 for row in range(cache.max_batch_size)],
         )
-        running = self.scheduler.running
         check_rows_accounted(free=self.scheduler.free_rows, running=list(running), total=cache.max_batch_size)
         check_rows_follow_requests(
             rows={row: one.request.id for row, one in running.items()},
@@ -389,8 +463,8 @@ class Schedule(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "open"):
             return
-        # No livelock from any state: each step gives the earliest a token, so the tokens still owed bound the steps.
-        for _ in range(sum(one.max_tokens - one.num_generated for one in self.open.values())):
+        # No livelock from any state: each step computes a token of the earliest, so all that there is bounds the steps.
+        for _ in range(sum(len(one.request.prompt_ids) + one.max_tokens for one in self.open.values())):
             if self.scheduler.has_work:
                 step(self.scheduler)
         assert not self.scheduler.has_work

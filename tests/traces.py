@@ -112,6 +112,7 @@ class Trace:
     max_model_len: int = 40
     width_multiple: int = 16
     chunk_tokens: int | None = None  # of one step; None: the engine's own default, which no tiny prompt fills
+    prefix_cache: bool = False
 
     @property
     def last_step(self) -> int:

@@ -38,7 +38,7 @@ EXHIBITS = (
         name="a draw's position is its token's",
         thread="vllm-project/vllm#26385",
         story="The draw is made at the last known position and not at the next one.",
-        edits=(Edit(Engine._sample, "positions=stored,", "positions=[n - 1 for n in stored],"),),
+        edits=(Edit(Engine._sample, '"positions": stored', '"positions": [n - 1 for n in stored]'),),
         scene=scenes.captured_rush,
         full="sampling.draw_position",
         says="its request holds",

@@ -10,7 +10,7 @@ from tests.museum import scenes
 from tests.museum.exhibit import HARMLESS, LOCKSTEP, Edit, Exhibit
 
 FREE = "self.cache.free(row)"
-LATEST = "by_arrival[len(by_arrival) - 1 - len(preempted)]"
+LATEST = "in_order[len(in_order) - 1 - len(preempted)]"
 
 EXHIBITS = (
     Exhibit(
@@ -97,7 +97,7 @@ EXHIBITS = (
         name="the earliest request is never preempted",
         thread="vllm-project/vllm#25538",
         story="The earliest request makes room for the latest, and two long ones undo each other for ever.",
-        edits=(Edit(Scheduler._grow, LATEST, "by_arrival[len(preempted)]"),),
+        edits=(Edit(Scheduler._grow, LATEST, "in_order[len(preempted)]"),),
         scene=scenes.tight_pool,
         full="scheduler.earliest_kept",
         says="arrival 0 is the earliest running and was preempted",
@@ -127,7 +127,7 @@ EXHIBITS = (
         name="the preempted go back to the front",
         thread="vllm-project/vllm-gaudi#1794",
         story="A preempted request queues up again behind everybody; answers stay right and waits grow.",
-        edits=(Edit(Scheduler._preempt, "self.waiting.appendleft(sequence)", "self.waiting.append(sequence)"),),
+        edits=(Edit(Scheduler._preempt, "self._queue(sequence)", "self.waiting.append(sequence)"),),
         scene=scenes.queue,
         full="scheduler.queue_order",
         says="waits ahead of arrival",
@@ -165,8 +165,8 @@ EXHIBITS = (
         story="A dropped request leaves its row, its blocks stay owned by nobody, and the pool never empties.",
         edits=(Edit(Scheduler._vacate, FREE, "self.cache.reset_row(row)"),),
         scene=scenes.aborted_rush,
-        full="blocks.conserved",
-        says="owned =",
+        full="blocks.holders",
+        says="0 tables hold it",
         cheap="blocks.conserved",
         off=LOCKSTEP,
     ),
@@ -187,7 +187,7 @@ EXHIBITS = (
         story="A sequence's blocks are freed twice, and the second owner's K/V is given to a third.",
         edits=(
             Edit(Scheduler._vacate, FREE, "self.cache.allocator.free(list(self.cache.tables[row].blocks)); " + FREE),
-            Edit(BlockAllocator.free, "if not (0 <= block < self.num_blocks and self._owned[block])", "if block < 0"),
+            Edit(BlockAllocator.free, "if not (0 <= block < self.num_blocks and self._holders[block])", "if block < 0"),
         ),
         scene=scenes.captured_rush,
         full="blocks.conserved",
@@ -213,15 +213,13 @@ EXHIBITS = (
         thread="sgl-project/sglang#23392",
         story="Other ids than the freed ones go on the free list: as many, and some of them in use.",
         edits=(
-            Edit(
-                BlockAllocator.free, "reversed(blocks)", "[(block + 1) % self.num_blocks for block in reversed(blocks)]"
-            ),
+            Edit(BlockAllocator.free, "self._free.append(block)", "self._free.append((block + 1) % self.num_blocks)"),
         ),
         scene=scenes.captured_rush,
         full="blocks.conserved",
         says="7 free + 8 owned = 15 blocks, the pool has 16",
         cheap="blocks.conserved",
-        off="ValueError",
+        off=LOCKSTEP,
     ),
     Exhibit(
         name="no block stands in a table twice",
@@ -241,14 +239,14 @@ EXHIBITS = (
         edits=(
             Edit(
                 BlockAllocator.allocate,
-                "[self._free.pop() for _ in range(count)]",
-                "[self._free[-1 - i] for i in range(count)]",
+                "[self._free.pop() for _ in range(fresh)]",
+                "[self._free[-1 - i] for i in range(fresh)]",
             ),
         ),
         scene=scenes.captured_rush,
         full="blocks.conserved",
         says="the pool has 16",
         cheap="blocks.conserved",
-        off="ValueError",
+        off=LOCKSTEP,
     ),
 )

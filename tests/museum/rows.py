@@ -218,7 +218,7 @@ EXHIBITS = (
         name="a row is sampled with its own state",
         thread="vllm-project/vllm#43894",
         story="Logits are lined up newcomers first, the sampler's columns by batch position.",
-        edits=(Edit(Engine._sample, "index=rows", "index=sorted(rows)"),),
+        edits=(Edit(Engine._sample, '"index": rows', '"index": sorted(rows)'),),
         scene=scenes.eager_rush,
         full="sampling.draw_position",
         says="draws at position 5, its request holds 17 tokens",

@@ -143,6 +143,30 @@ def chunked_rush() -> Engine:
     return play(RUSH, chunk_tokens=4, **EAGER, compact_rows=True)
 
 
+def equal_prompts_in_chunks() -> Engine:
+    """The same, a block of tokens a step."""
+    return equal_prompts(chunk_tokens=4)
+
+
+def equal_prompts(**changes: Any) -> Engine:
+    """One prompt of exactly two blocks three times, at once and later, and one that begins with it."""
+    ids = request("p", 8, 1).prompt_ids
+    asked = [replace(request(name, 8, 6, seed=i), prompt_ids=ids) for i, name in enumerate(("a", "bb", "ccc"))]
+    longer = replace(request("dddd", 13, 5), prompt_ids=(*ids, 5, 9, 5, 9, 5))
+    return play(((0, asked[0]), (0, asked[1]), (3, asked[2]), (4, longer)), prefix_cache=True, **(CAPTURED | changes))
+
+
+def unequal_prompts() -> Engine:
+    """Prompts of one length that begin otherwise, one after the other."""
+    asked = [(4 * i, request(name, 8 + i, 5)) for i, name in enumerate(("a", "bb", "ccc"))]
+    return play(tuple(asked), prefix_cache=True, **CAPTURED)
+
+
+def preempted_and_found() -> Engine:
+    """Preemptions in a pool that is too small, with the cache on: what was computed is found again."""
+    return play(TIGHT, num_blocks=8, prefix_cache=True, **CAPTURED)
+
+
 def tight_pool() -> Engine:
     """Preemptions under compaction and replay."""
     return play(TIGHT, num_blocks=8, **CAPTURED)

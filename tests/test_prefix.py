@@ -1,0 +1,353 @@
+"""The prefix cache: what is found is what would be computed, nobody writes what is shared, and no token changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fast.blocks import BlockAllocator, OutOfBlocks
+from fast.cache import BatchedPagedKVCache
+from fast.engine import Engine
+from fast.prefix import Prefix, PrefixCache
+from fast.scheduler import Scheduler
+from gates import GateError
+from gates.blocks import check_holders_counted, check_owned_once
+from gates.core import at_level
+from gates.prefix import (
+    check_computed_once,
+    check_hit_equals_recompute,
+    check_hit_verified,
+    check_last_recomputed,
+    check_published_computed,
+    check_writes_private,
+)
+from reference.request import Request, SamplingParams
+from tests.harness import lockstep, tiny_engine
+from tests.traces import ALL_ON, Arrival, Trace
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+SIZES = {"block_size": 16, "num_blocks": 24, "max_batch_size": 4, "max_model_len": 120, "prefix_cache": True}
+EACH_ROW_POLICY = pytest.mark.parametrize("arm", ["exact-free", ALL_ON, "warm-gather"])
+
+
+def ids(count: int, *, start: int = 10) -> tuple[int, ...]:
+    return tuple(3 + (start + i) % 58 for i in range(count))
+
+
+def ask(engine: Engine, name: str, prompt: tuple[int, ...], **fields) -> tuple[list[int], int]:
+    """One request to its end: its tokens, and how many of its prompt were found."""
+    engine.submit(Request(prompt, GREEDY, name, **fields))
+    tokens, cached = [], 0
+    while engine.has_work:
+        for event in engine.step():
+            tokens.append(event.token_id)
+            cached += event.cached_tokens
+    return tokens, cached
+
+
+def blank(blocks: int = 6, block_size: int = 2, **options) -> PrefixCache:
+    return PrefixCache(BlockAllocator(blocks), block_size=block_size, **options)
+
+
+def published(cache: PrefixCache, tokens: list[int], salt: str = "") -> tuple[Prefix, list[int]]:
+    """A sequence of these tokens, computed and published."""
+    prefix, blocks = Prefix(salt), cache.allocator.allocate(-(-len(tokens) // cache.block_size))
+    assert cache.publish(prefix, tokens, blocks, computed=len(tokens)) == []
+    return prefix, blocks
+
+
+# ---- holds ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "found"), [(16, 0), (32, 16), (48, 32), (33, 32), (31, 16), (15, 0)], ids=lambda value: str(value)
+)
+def test_a_prompt_again_has_the_same_answer_and_computes_at_least_its_last_token(count: int, found: int):
+    engine = tiny_engine(**SIZES)
+    plain, _ = ask(tiny_engine(**(SIZES | {"prefix_cache": False})), "plain", ids(count))
+    assert ask(engine, "first", ids(count)) == (plain, 0)
+    assert ask(engine, "again", ids(count)) == (plain, found)
+    assert engine.prefill.tokens == 2 * count - found
+    longer = (*ids(count), 7)
+    assert ask(engine, "longer", longer)[1] == count // 16 * 16
+
+
+def test_an_answer_is_found_by_the_next_turn_of_a_chat():
+    engine = tiny_engine(**SIZES)
+    first, _ = ask(engine, "one", ids(20))
+    turn = (*ids(20), *first, *ids(6, start=40))
+    assert ask(engine, "two", turn)[1] == 16, "one block of prompt"
+    longer = (*turn, *ids(30))
+    assert ask(engine, "three", longer)[1] == len(turn) // 16 * 16
+
+
+def test_a_request_that_opts_out_or_has_another_salt_finds_and_leaves_nothing():
+    engine = tiny_engine(**SIZES)
+    assert ask(engine, "out", ids(40), prefix_cache=False)[1] == 0
+    assert len(engine.prefix) == 0
+    assert ask(engine, "ours", ids(40), cache_salt="ours")[1] == 0
+    assert ask(engine, "theirs", ids(40), cache_salt="theirs")[1] == 0
+    assert ask(engine, "plain", ids(40))[1] == 0
+    assert ask(engine, "ours again", ids(40), cache_salt="ours")[1] == 32
+    assert ask(engine, "out again", ids(40), prefix_cache=False)[1] == 0
+    with pytest.raises(ValueError, match="cache_salt: 3 is not a string"):
+        Request((1,), cache_salt=3)
+    with pytest.raises(ValueError, match="prefix_cache: 'no' is not true or false"):
+        Request((1,), prefix_cache="no")
+
+
+def test_the_cache_is_off_unless_it_is_asked_for():
+    engine = tiny_engine(**(SIZES | {"prefix_cache": False}))
+    assert [ask(engine, name, ids(40))[1] for name in "ab"] == [0, 0]
+    assert engine.stats()["prefix_query_tokens"] == 0
+    assert not engine.describe()["prefix_cache"]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_answers_of_one_prompt_compute_its_full_blocks_once(n: int):
+    engine = tiny_engine(**SIZES)
+    params = SamplingParams(max_tokens=5, temperature=1.0, seed=3, n=n, ignore_eos=True)
+    done = engine.generate([Request(ids(39), params, "r")])
+    assert len({tuple(one.token_ids) for one in done}) > 1
+    assert engine.prefill.tokens == 39 + (n - 1) * (39 - 32)
+    wanted = tiny_engine(**(SIZES | {"prefix_cache": False})).generate([Request(ids(39), params, "r")])
+    assert [one.token_ids for one in done] == [one.token_ids for one in wanted]
+
+
+@pytest.mark.parametrize("gone", ["abort", "preempt"])
+def test_whoever_waits_for_a_block_computes_it_when_its_leader_is_gone(gone: str):
+    engine = tiny_engine(**SIZES, chunk_tokens=8)
+    for name in ("leads", "follows"):
+        engine.submit(Request(ids(60), GREEDY, name))
+    for _ in range(3):
+        engine.step()
+    assert engine.cache.tables[1].length == 16, "of 24 tokens the first full block"
+    leader = engine.scheduler.running[0]
+    if gone == "abort":
+        engine.abort("leads")
+    else:
+        engine.scheduler._preempt(leader)
+    while engine.has_work:
+        engine.step()
+    assert engine.stats()["free_blocks"] == 24
+
+
+def test_the_longest_unused_goes_first_and_a_prefix_outlives_what_stands_behind_it():
+    cache = blank(blocks=5)
+    prefix, blocks = published(cache, [1, 2, 3, 4, 5, 6])
+    other, theirs = published(cache, [9, 9])
+    cache.allocator.free(blocks)
+    cache.allocator.free(theirs)
+    assert (cache.allocator.num_free, cache.allocator.num_idle, len(cache)) == (5, 4, 4)
+    cache.allocator.allocate(2)  # the free one, and of the idle the tail of the first prefix
+    assert cache.match(Prefix(""), [1, 2, 3, 4, 5, 6, 7]) == blocks[:2]
+    cache.allocator.allocate(2)
+    assert cache.match(Prefix(""), [1, 2, 3, 4]) == []
+    assert cache.match(Prefix(""), [9, 9, 9]) == theirs
+    assert cache.evictions == 3
+    assert prefix.names[0] != other.names[0]
+
+
+def test_a_name_that_two_prefixes_share_is_the_first_ones_and_misleads_nobody():
+    cache = blank(name_of=lambda parent, token_ids, salt: 7)  # every name collides
+    _, blocks = published(cache, [1, 2])
+    _, others = published(cache, [5, 6])
+    assert cache.match(Prefix(""), [1, 2, 3]) == blocks
+    assert cache.match(Prefix(""), [5, 6, 3]) == []
+    assert cache.match(Prefix("salt"), [1, 2, 3]) == []
+    assert [cache.allocator.is_kept(block) for block in (*blocks, *others)] == [True, False]
+
+
+def test_what_stands_behind_a_lost_block_is_published_anew():
+    cache = blank(blocks=6)
+    _, blocks = published(cache, [1, 2, 3, 4])
+    copy = cache.allocator.allocate(2)
+    prefix = Prefix("")
+    assert cache.publish(prefix, [1, 2], copy, computed=2) == [(blocks[0], copy[0])]
+    cache.allocator.free(blocks[:1])
+    cache.allocator.allocate(3)  # the first block of the published prefix is given up, its second is still held
+    assert cache.match(Prefix(""), [1, 2, 3, 4, 5]) == []
+    assert cache.publish(prefix, [1, 2, 3, 4], copy, computed=4) == []
+    assert cache.match(Prefix(""), [1, 2, 3, 4, 5]) == copy
+
+
+def test_only_what_is_kept_can_be_shared():
+    allocator = BlockAllocator(3)
+    (block,) = allocator.allocate(1)
+    with pytest.raises(ValueError, match="block 0 is not kept"):
+        allocator.share([block])
+    allocator.keep(block)
+    allocator.share([block])
+    assert (allocator.num_owned, allocator.num_references, allocator.holders(block)) == (1, 2, 2)
+    allocator.free([block])
+    allocator.free([block])
+    assert (allocator.num_owned, allocator.num_free, allocator.num_idle) == (0, 3, 1)
+    with pytest.raises(ValueError, match="freed twice"):
+        allocator.free([block])
+    with pytest.raises(OutOfBlocks, match="4 blocks wanted, 3 of 3 free"):
+        allocator.allocate(4)
+    allocator.drop(block)
+    assert (allocator.num_free, allocator.num_idle, sorted(allocator.allocate(3))) == (3, 0, [0, 1, 2])
+
+
+# ---- holds, against the reference without a cache ---------------------------------------------------------------
+
+
+@pytest.mark.differential
+@EACH_ROW_POLICY
+@pytest.mark.parametrize("chunk_tokens", [None, 4, 6])
+def test_shared_prompts_have_the_references_tokens_in_a_tight_pool(chunk_tokens: int | None, arm: str):
+    base = ids(17)
+    arrivals = []
+    for i in range(9):
+        params = SamplingParams(12, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, n=1 + (i == 4))
+        prompt = (*base[: (8, 12, 17)[i % 3]], *ids(i % 4, start=7 * i)) if i % 5 else base[:16]
+        salt = "s" if i == 7 else ""
+        arrivals.append(Arrival(i // 2, Request(prompt, params, f"r{i}", cache_salt=salt, prefix_cache=i != 6)))
+    aborts = ((3, "@running"), (5, "@preempted"), (6, "@waiting"))
+    limits = {"num_blocks": 14, "chunk_tokens": chunk_tokens, "prefix_cache": True, "max_batch_size": 4}
+    run = lockstep(Trace(tuple(arrivals), aborts=aborts, arm=arm, **limits))
+    stats = run.engine.stats()
+    assert stats["preemptions"] > 0
+    assert stats["prefix_hit_tokens"] > 40
+    assert stats["prefix_evictions"] > 0
+
+
+@pytest.mark.differential
+@pytest.mark.parametrize("length", [15, 16, 17, 32, 33])
+def test_preempted_readmitted_and_found_again_loses_and_repeats_no_token(length: int):
+    params = replace(GREEDY, max_tokens=40)
+    arrivals = tuple(Arrival(0, Request((9,) * length, params, f"r{i}")) for i in range(2))
+    limits = {"block_size": 16, "num_blocks": -(-(length + 40) // 16) + 1, "max_model_len": 80, "prefix_cache": True}
+    run = lockstep(Trace(arrivals, **limits))
+    stats = run.engine.stats()
+    assert stats["preemptions"] >= 1 or length >= 32  # two blocks of the longer prompts are shared
+    assert [len(completion.token_ids) for completion in run.completions.values()] == [40, 40]
+    assert stats["prefix_hit_tokens"] > 0
+
+
+# ---- rejects ----------------------------------------------------------------------------------------------------
+
+
+def test_gate_rejects_a_hit_by_its_name_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(PrefixCache, "_same", lambda *_: True)  # the fault
+    cache = blank(name_of=lambda parent, token_ids, salt: len(token_ids))
+    published(cache, [1, 2], salt="a")
+    with pytest.raises(GateError, match=r"block 0 of a hit holds tokens \[1, 2\], the request has \[5, 6\]"):
+        cache.match(Prefix("a"), [5, 6, 7])
+    with pytest.raises(GateError, match="block 0 of a hit has salt 'a', the request 'b'"):
+        cache.match(Prefix("b"), [1, 2, 7])
+    with pytest.raises(GateError, match="block 1 of a hit stands behind another prefix"):
+        check_hit_verified(tokens=[1, 2, 3], salt="", held=[(1,), (2,)], salts=["", ""], linked=[True, False])
+
+
+def test_gate_rejects_a_prompt_that_is_found_whole():
+    check_last_recomputed(cached=15, tokens=16)
+    with pytest.raises(GateError, match="16 of 16 tokens are taken from the cache, 0 are left"):
+        check_last_recomputed(cached=16, tokens=16)
+
+
+def test_gate_rejects_a_block_published_before_it_is_computed():
+    check_published_computed(stop=8, computed=8)
+    with pytest.raises(GateError, match="a block of tokens up to 8 is published, 7 are computed"):
+        check_published_computed(stop=8, computed=7)
+
+
+def test_gate_rejects_a_write_into_a_block_that_others_read(monkeypatch: pytest.MonkeyPatch):
+    adopt = BatchedPagedKVCache.adopt_row
+    monkeypatch.setattr(BatchedPagedKVCache, "adopt_row", lambda c, row, blocks, tokens=0: adopt(c, row, blocks))
+    monkeypatch.setattr(Scheduler, "_follow", lambda scheduler, prefix, waiting: waiting)
+    engine = tiny_engine(**SIZES)
+    ask(engine, "first", ids(40))
+    with (
+        at_level("cheap"),
+        pytest.raises(GateError, match="gate prefix.private: row 0 writes into block 0, which"),
+    ):
+        ask(engine, "again", ids(40))  # the fault: what was found is computed over again, in place
+    with pytest.raises(GateError, match="row 1 writes into block 3, which 2 rows hold"):
+        check_writes_private(rows=[1], blocks=[3], holders=[2], published=[False])
+
+
+def test_gate_rejects_a_token_that_is_computed_twice(monkeypatch: pytest.MonkeyPatch):
+    seat = Scheduler._seat
+
+    def forgets(scheduler: Scheduler, sequence, row: int, found: list[int]) -> None:
+        seat(scheduler, sequence, row, found)
+        sequence.found = 0  # the fault
+
+    monkeypatch.setattr(Scheduler, "_seat", forgets)
+    engine = tiny_engine(**SIZES)
+    ask(engine, "first", ids(40))
+    with pytest.raises(GateError, match="row 0 computed 8 tokens and found 0, it stores 40"):
+        ask(engine, "again", ids(40))
+    with pytest.raises(GateError, match="gate prefix.computed_once"):
+        check_computed_once(rows=[0], computed=[9], cached=[0], stored=[8])
+
+
+def test_gate_rejects_a_hit_that_is_not_a_recompute():
+    # A prompt of exactly two blocks computes the second again; on the kernels both copies are the same bits.
+    engine = Engine.build(*model(), **(SIZES | {"kernels": True, "threads": 1}))
+    ask(engine, "first", ids(32))
+    ask(engine, "again", ids(32))
+    engine.cache.fill([17], 1.5)  # the fault: a published block is written
+    with pytest.raises(GateError, match="gate prefix.recompute: block 1 differs in"):
+        ask(engine, "once more", ids(32))
+    both = torch.full((2, 1, 1, 1), float("nan"))
+    with pytest.raises(GateError, match="gate prefix.recompute"):
+        check_hit_equals_recompute(published=both, computed=both, block=0)
+
+
+def model():
+    from tests.harness import model_of
+
+    return model_of("gqa")
+
+
+def test_gate_rejects_holders_that_no_table_accounts_for():
+    tables = {0: [2, 0], 1: [2]}
+    check_holders_counted(tables=tables, holders=[1, 0, 2])
+    with pytest.raises(GateError, match=r"block 2 counts 1 holders, 2 tables hold it \[1\]"):
+        check_holders_counted(tables=tables, holders=[1, 0, 1])
+    check_owned_once(tables=tables, num_blocks=3, shared={2})
+    with pytest.raises(GateError, match="block 2 is in table 1 and in table 0"):
+        check_owned_once(tables=tables, num_blocks=3)
+    with pytest.raises(GateError, match="at places 1 and 0: not the same prefix"):
+        check_owned_once(tables={0: [2, 0], 1: [1, 2]}, num_blocks=3, shared={2})
+
+
+# ---- any order --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=max(10, (settings.default.max_examples if settings.default else 25) // 2))
+@given(data=st.data())
+def test_any_prompts_over_few_ids_find_what_is_theirs(data: st.DataObject):
+    cache = blank(blocks=data.draw(st.integers(4, 12)))
+    held: list[list[int]] = []
+    for _ in range(data.draw(st.integers(1, 12))):
+        tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=7))
+        prefix = Prefix(data.draw(st.sampled_from(["", "x"])))
+        found = cache.match(prefix, tokens)
+        for at, block in enumerate(found):
+            entry = cache._by_block[block]
+            assert (entry.token_ids, entry.salt) == (tuple(tokens[2 * at : 2 * at + 2]), prefix.salt)
+        cache.allocator.share(found)
+        short = -(-len(tokens) // 2) - len(found)
+        if short > cache.allocator.num_free:
+            cache.allocator.free(found)
+            while held:
+                cache.allocator.free(held.pop())
+            continue
+        blocks = [*found, *cache.allocator.allocate(short)]
+        cache.publish(prefix, tokens, blocks, computed=len(tokens))
+        held.append(blocks)
+        if data.draw(st.booleans()):
+            cache.allocator.free(held.pop(0))
+        allocator = cache.allocator
+        holders = [allocator.holders(block) for block in range(allocator.num_blocks)]
+        check_holders_counted(tables=dict(enumerate(held)), holders=holders)
+        assert allocator.num_free + allocator.num_owned == allocator.num_blocks
+        assert len(cache) == sum(allocator.is_kept(block) for block in range(allocator.num_blocks))
