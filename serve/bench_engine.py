@@ -180,6 +180,8 @@ def _as_served(args: argparse.Namespace, plan: Plan, engine: str, threads: int |
 
     options = ["--model", args.model, "--engine", engine, "--kv-cache-memory", ROOM]
     options += ["--max-batch-size", str(max(plan.max_rows, CHECKED_ROWS)), "--max-model-len", str(plan.longest)]
+    if plan.kind == "decode":  # all prompts in one step, so that the rows start, and end, together
+        options += ["--chunk-tokens", str(max(plan.max_rows * plan.prompt_tokens, CHECKED_ROWS * CHECKED_PROMPT))]
     options += [] if threads is None else ["--threads", str(threads)]
     options += ["--half-kv"] * args.half_kv + ["--no-kernels"] * args.no_kernels
     return build_parser().parse_args(["serve", *options])
@@ -205,7 +207,8 @@ def _check_answer(arm: Arm, wanted: list[list[int]], config: ModelConfig, *, exa
 def _take_turn(arm: Arm, plan: Plan, config: ModelConfig) -> None:
     """One round of one arm."""
     for tokens in plan.prefills:
-        (prompt,) = prompts_of(1, tokens, vocab_size=config.vocab_size)
+        # Another prompt each round: none may find what an earlier one left.
+        *_, prompt = prompts_of(len(arm.prefill.get(tokens, ())) + 1, tokens, vocab_size=config.vocab_size)
         arm.prefill.setdefault(tokens, []).append(prefill_seconds(arm.engine, prompt))
     for rows in plan.batches if plan.kind == "decode" else ():
         prompts = prompts_of(rows, plan.prompt_tokens, vocab_size=config.vocab_size)

@@ -1,8 +1,8 @@
 """Timing an engine's steps from outside: real requests, each decode step by itself, and the forward's part of it.
 
-A decode step is one in which no request speaks for the first time, so a prefill never hides in it. Steps are run with
-the gates off and at `cheap` in turn, which prices them in one run. It knows the `Engine` protocol, and of an engine's
-inside only where its forward is.
+A decode step is one in which no request speaks for the first time and no prompt is computed, not even a part. Steps
+are run with the gates off and at `cheap` in turn, which prices them in one run. It knows the `Engine` protocol, and of
+an engine's inside only where its forward is.
 
 Proof: tests/test_bench_engine.py. Story: engine.
 """
@@ -116,6 +116,7 @@ def decode_steps(engine: Engine, prompts: Sequence[Prompt], *, new_tokens: int, 
     spoken: set[str] = set()
     steps: list[Step] = []
     preemptions = engine.stats().get("preemptions", 0)
+    computed = engine.stats().get("prefill_tokens")
     while engine.has_work:
         level = LEVELS[len(steps) % 2]
         before, begin = watch.seconds, watch.clock()
@@ -123,7 +124,8 @@ def decode_steps(engine: Engine, prompts: Sequence[Prompt], *, new_tokens: int, 
             events = engine.step()
         seconds = watch.clock() - begin
         spoke = {event.request_id for event in events}
-        if spoke <= spoken:
+        before_step, computed = computed, engine.stats().get("prefill_tokens")
+        if spoke <= spoken and computed == before_step:
             steps.append(Step(seconds, watch.seconds - before, len(events), level))
         spoken |= spoke
     if engine.stats().get("preemptions", 0) != preemptions:

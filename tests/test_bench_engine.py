@@ -233,6 +233,15 @@ def test_a_pool_that_does_not_hold_the_batch_is_no_measurement():
         decode_steps(engine, prompts_of(4, 15, vocab_size=200), new_tokens=33, watch=watch)
 
 
+def test_a_step_that_computes_a_part_of_a_prompt_is_no_decode_step():
+    engine = build_engine(load_model("tiny-random"), max_batch_size=2, max_model_len=64, chunk_tokens=8)
+    watch = Stopwatch()
+    watch.attach(engine)
+    # Row 1's 20 tokens come in three parts and more while row 0 decodes; from then on every step has both rows.
+    steps = decode_steps(engine, prompts_of(2, 20, vocab_size=200), new_tokens=20, watch=watch)
+    assert [step.tokens for step in steps[:10]] == [2] * 10
+
+
 def test_an_engine_without_a_forward_cannot_be_watched():
     with pytest.raises(ValueError, match="SimpleNamespace has neither of forward, model"):
         Stopwatch().attach(SimpleNamespace())  # type: ignore[arg-type]

@@ -12,6 +12,8 @@ from serve.boot import boot
 from serve.cli import build_parser
 from tests.bench.peers.workload import Job, Step, main, versions_of
 
+BATCHED_TOKENS = 4096  # a step's prefill, as the other engines have it
+
 
 class Nanoserve:
     """`options`: `kv` float16 keeps K/V in halves."""
@@ -20,6 +22,7 @@ class Nanoserve:
         set_level("cheap")
         options = ["--model", job.model, "--threads", str(job.threads), "--max-batch-size", str(job.rows)]
         options += ["--max-model-len", str(job.max_tokens), "--kv-cache-memory", "1TiB"]
+        options += ["--chunk-tokens", str(BATCHED_TOKENS)]
         options += ["--half-kv"] * (job.options.get("kv") == "float16")
         _, engine = boot(build_parser().parse_args(["serve", *options]))
         self.engine: Engine = engine

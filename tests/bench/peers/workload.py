@@ -98,9 +98,10 @@ def measure(job: Job, start: Callable[[Job], Peer]) -> dict[str, Any]:
     result: dict[str, Any] = {"start_s": time.perf_counter() - begin, "decode": {}, "prefill": {}, "tokens": {}}
     peer.decode([prompt_of(row, 24, job.vocab_size) for row in range(job.rows)], [3] * job.rows)  # compile, allocate
     for tokens in job.prefills:
-        prompt = prompt_of(0, tokens, job.vocab_size)
-        peer.prefill(prompt)
-        result["prefill"][tokens] = [peer.prefill(prompt) for _ in range(job.prefill_rounds)]
+        # Another prompt each time: none may find what an earlier one left.
+        first, *prompts = (prompt_of(job.rows + i, tokens, job.vocab_size) for i in range(job.prefill_rounds + 1))
+        peer.prefill(first)
+        result["prefill"][tokens] = [peer.prefill(prompt) for prompt in prompts]
     for context in job.contexts:
         prompts = [prompt_of(row, context, job.vocab_size) for row in range(job.rows)]
         steps, answer = peer.decode(prompts, lengths_of(job.batches, job.steps))
