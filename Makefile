@@ -25,7 +25,7 @@ $(VENV)/.dev: $(VENV)/.runtime
 	$(PY) -m pip install --disable-pip-version-check -e '.[dev]'
 	touch $@
 
-$(VENV)/.docs: $(VENV)/.runtime
+$(VENV)/.docs: $(VENV)/.dev
 	$(PY) -m pip install --disable-pip-version-check -e '.[docs]'
 	touch $@
 

@@ -34,8 +34,8 @@ def draw() -> str:
             drawing.line([(x, TOP - 8), (x, TOP + blocks * CELL + 2)], dash="3 2")
             drawing.text(x, TOP - 12, f"{', '.join(step.preempted)} out", "small mid")
     for index, name in enumerate("ABCD"):
-        drawing.box(LEFT + index * 110, TOP + blocks * CELL + 14, 12, 12, fill=hue(name))
-        drawing.text(LEFT + 18 + index * 110, TOP + blocks * CELL + 24, f"request {name}", "label")
+        drawing.box(LEFT + index * 92, TOP + blocks * CELL + 14, 12, 12, fill=hue(name))
+        drawing.text(LEFT + 18 + index * 92, TOP + blocks * CELL + 24, f"request {name}", "label")
     last = steps[-1].step
     drawing.text(LEFT, TOP + blocks * CELL + 48, f"{last} steps; a dashed line is a preemption, pale is free", "note")
     return drawing.svg()

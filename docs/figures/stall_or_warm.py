@@ -11,7 +11,7 @@ from tests.pages.drawing import Drawing, hue
 from tests.pages.made import serving_list
 
 TARGET = Path(__file__).with_suffix(".svg")
-LEFT, LINE = 210, 26
+LEFT, LINE = 262, 26
 
 
 def draw() -> str:
@@ -20,7 +20,7 @@ def draw() -> str:
     bars = [(f"warm {name}, {found['shapes'][name]} shapes", s, "A") for name, s in found["warm_seconds"].items()]
     bars += [(f"lazy, {n:,} tokens", run["stall_seconds"], "B") for n, run in reversed(found["lazy"].items())]
     longest = max(seconds for _, seconds, _ in bars)
-    drawing = Drawing(660, 40 + len(bars) * LINE + 30, "Seconds of start-up against seconds of a client's latency")
+    drawing = Drawing(720, 40 + len(bars) * LINE + 30, "Seconds of start-up against seconds of a client's latency")
     drawing.text(16, 22, "256 rows, 8,192 tokens, width multiple 128, 50 ms a recording", "title")
     for index, (label, seconds, name) in enumerate(bars):
         y = 38 + index * LINE

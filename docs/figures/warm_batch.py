@@ -24,18 +24,18 @@ def panel(drawing: Drawing, plan: DecodePlan, left: int, title: str) -> None:
     drawing.text(left, 24, title, "title")
     drawing.text(left, 42, f"rows {plan.rows}, {plan.pad_rows} padded", "note")
     for index, name in enumerate(COLUMNS):
-        drawing.text(left + 70 + index * 66, 64, name.replace("_", " "), "small mid")
+        drawing.text(left + 85 + index * 64, 64, name.replace("_", " "), "small mid")
     for line in range(ROWS):
         y = 72 + line * CELL
         real = line < len(plan.rows)
         drawing.text(left, y + 15, f"row {line}" if real else "padding", "label")
         for index, name in enumerate(COLUMNS):
-            x = left + 40 + index * 66
-            drawing.track(x, y, 60, CELL - 4)
+            x = left + 56 + index * 64
+            drawing.track(x, y, 58, CELL - 4)
             if real:
-                drawing.box(x, y, 60, CELL - 4, fill=hue("ABCD"[line]))
+                drawing.box(x, y, 58, CELL - 4, fill=hue("ABCD"[line]))
             value = int(getattr(plan, name)[line])
-            drawing.text(x + 30, y + 15, str(value), "cell" if real else "ink")
+            drawing.text(x + 29, y + 15, str(value), "cell" if real else "ink")
 
 
 def draw() -> str:
