@@ -37,7 +37,7 @@ SECTIONS = [
     "Exercise",
     "Check yourself",
 ]
-SERVES = {"serve", "chat"}  # commands that stay; their words are parsed and not run
+SERVES = {"serve", "chat", "bench"}  # commands that stay, or take minutes; their words are parsed and not run
 FIRST_PAGE_BYTES = 300_000
 
 needs_mkdocs = pytest.mark.skipif(
