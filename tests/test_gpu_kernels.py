@@ -62,6 +62,8 @@ def test_the_sum_is_stored_and_its_norm_is_of_what_is_stored(size: int, dtype: t
     add_and_norm(hidden, delta, weight, out, eps=1e-5)
     assert torch.equal(hidden, total) or error(hidden, total) < BOUND[dtype]
     assert error(out, wanted) < BOUND[dtype]
+    again = add_and_norm(hidden.clone(), None, weight, torch.empty_like(hidden), eps=1e-5)
+    assert torch.equal(again, out), "to the bit the norm of what is stored, not of the sum before it was rounded"
     alone = torch.empty_like(before)
     add_and_norm(before, None if delta is None else delta[2:3], weight, alone, eps=1e-5)
     assert torch.equal(alone, out[2:3]), "a row's bits are its own"
