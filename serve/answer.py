@@ -4,11 +4,12 @@ No half character, nothing that may still become a stop string, no text of the t
 of an answer join to its whole text: the server's streams and whole replies and the command line's `generate` and `chat`
 read the same one. It knows no JSON, no socket and no engine.
 
-Gates: gates.tokenizer. Proof: tests/test_stream.py. Story: stream.
+Gates: gates.tokenizer. Proof: tests/test_stream.py, tests/test_answer.py. Story: stream.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gates.core import CHEAP, enabled
@@ -89,6 +90,12 @@ class Answer:
             self._check(stop)
         return self._piece(safe)
 
+    @property
+    def mean_logprob(self) -> float:
+        """Of the shown tokens, by the model's own probabilities; minus infinity when there is none."""
+        values = [position.logprobs.logprob for position in self.positions]
+        return sum(values) / len(values) if values else float("-inf")
+
     def _show(self, token_id: int, logprobs: TokenLogprobs | None) -> str:
         self._shown_ids.append(token_id)
         if logprobs is not None:
@@ -116,3 +123,10 @@ class Answer:
         if enabled(CHEAP):
             decoded = self._echo + self._tokenizer.decode(self._shown_ids)
             check_text_is_stream(streamed=self.text, decoded=decoded, stop=stop)
+
+
+def best(answers: Sequence[Answer], *, of: int, keep: int) -> list[Answer]:
+    """Of every `of` answers in a row (one prompt's) the `keep` with the highest `mean_logprob`, best first."""
+    groups = [answers[start : start + of] for start in range(0, len(answers), of)]
+    ranked = [sorted(group, key=lambda answer: -answer.mean_logprob) for group in groups]  # stable: ties stay in order
+    return [answer for group in ranked for answer in group[:keep]]

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from reference.request import Engine
 from reference.tokenizer import Tokenizer
 from serve.access import Access, Sink, note_answers
-from serve.answer import Answer
+from serve.answer import Answer, best
 from serve.bodies import B, read_body
 from serve.errors import NOT_FOUND, ApiError, from_value_error, install_error_handlers, shown
 from serve.guard import install_guards
@@ -190,7 +190,7 @@ class Api:
             job = await asyncio.to_thread(
                 plan_completion, body, self._tokenizer, self._guides, id=id, limits=self._limits
             )
-        logprobs = job.params.logprobs is not None
+        logprobs = body.logprobs is not None  # a ranking asks for them too
         reply = CompletionReply(id, int(time.time()), self._model_name, self._tokenizer, logprobs)
         return await self._answer(request, body, job, reply)
 
@@ -237,9 +237,10 @@ class Api:
             await until_gone(request.receive, _drain(ticket, answers))
         finally:
             ticket.close()
-        return _json_response(
-            reply.whole(answers, usage(answers, num_prompt_tokens=job.num_prompt_tokens, n=job.params.n))
-        )
+        counts = usage(answers, num_prompt_tokens=job.num_prompt_tokens, n=job.params.n)
+        if isinstance(body, CompletionBody) and body.ranks:
+            answers = best(answers, of=job.params.n, keep=body.n or 1)
+        return _json_response(reply.whole(answers, counts))
 
     def _check_model(self, name: str) -> None:
         if name != self._model_name:

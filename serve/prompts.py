@@ -45,7 +45,7 @@ class Job:
     """One HTTP request's work for the engine, and what is needed to turn ids back into its answers."""
 
     requests: tuple[Request, ...]  # one an answer, in the order of `choices`
-    params: SamplingParams  # as asked, stop strings included; limits may differ by prompt
+    params: SamplingParams  # as asked, stop strings included; limits may differ by prompt; its n is what is computed
     num_prompt_tokens: int  # each prompt once, however many answers it gets
     names: Mapping[str, str]  # engine field to the client's field
     echoes: tuple[str, ...] = ()  # with `echo`: the text that each answer begins with
@@ -91,9 +91,9 @@ def check_num_answers(body: SamplingBody, limits: Limits) -> int:
     Raises:
         ApiError: 400 for more than any request may ask for, or an `n` out of its range.
     """
-    n, num_prompts = 1 if body.n is None else body.n, body.num_prompts
-    if not 1 <= n <= MAX_N:
-        raise bad_request(f"n: {n} is not an integer in 1..{MAX_N}", param="n")
+    if body.n is not None and not 1 <= body.n <= MAX_N:
+        raise bad_request(f"n: {body.n} is not an integer in 1..{MAX_N}", param="n")
+    n, num_prompts = body.num_candidates, body.num_prompts
     if num_prompts * n > limits.max_answers:
         what = f"{num_prompts} prompts" if n == 1 else f"{n} answers (prompts: {num_prompts})"
         field = "prompt" if n == 1 else "n"

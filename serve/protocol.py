@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, model_validator
 
-from reference.request import MAX_LOGPROBS, SamplingParams
+from reference.request import MAX_LOGPROBS, MAX_N, SamplingParams
 from serve.formats import Format, Structure
 from serve.guide import GuideSpec
 from serve.messages import Body, Message, NamedTool, Tool
@@ -112,6 +112,11 @@ class SamplingBody(Body):
         return self.response_format or self.structured_outputs
 
     @property
+    def num_candidates(self) -> int:
+        """How many answers are computed for a prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
     def num_prompts(self) -> int:
         """How many prompts are to be continued."""
         return 1
@@ -145,7 +150,7 @@ class SamplingBody(Body):
             min_tokens=self.min_tokens or 0,
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
-            n=1 if self.n is None else self.n,
+            n=self.num_candidates,
         )
 
 
@@ -160,13 +165,25 @@ class CompletionBody(SamplingBody):
 
     @model_validator(mode="after")
     def check_fields_agree(self) -> CompletionBody:
-        """Choosing among more answers than are returned, and logprobs of a prompt, are not supported."""
+        """The best are among at least as many, and known only at the end; logprobs of a prompt are not computed."""
         n = 1 if self.n is None else self.n
-        if self.best_of is not None and self.best_of != n:
-            raise ValueError(f"best_of: {self.best_of} is not n ({n}); ranking answers is not supported")
+        if self.best_of is not None and not n <= self.best_of <= MAX_N:
+            raise ValueError(f"best_of: {self.best_of} is not an integer in {n}..{MAX_N}, from n up")
+        if self.ranks and self.stream:
+            raise ValueError("best_of: not allowed with stream; which answers are the best is known at the end only")
         if self.echo and self.logprobs is not None:
             raise ValueError("echo: true with logprobs needs those of the prompt, which are not computed")
         return self
+
+    @property
+    def ranks(self) -> bool:
+        """True when more answers are computed than are returned."""
+        return self.best_of is not None and self.best_of > (1 if self.n is None else self.n)
+
+    @property
+    def num_candidates(self) -> int:
+        """How many answers are computed for a prompt."""
+        return self.best_of or super().num_candidates
 
     @property
     def num_prompts(self) -> int:
@@ -182,7 +199,8 @@ class CompletionBody(SamplingBody):
     def sampling(self, *, room: int) -> SamplingParams:
         """Parameters for a prompt that leaves `room` tokens: 16 by default, fewer when fewer fit."""
         max_tokens = min(DEFAULT_COMPLETION_TOKENS, room) if self.max_tokens is None else self.max_tokens
-        return self.params(max_tokens=max_tokens, logprobs=self.logprobs)
+        logprobs = 0 if self.ranks and self.logprobs is None else self.logprobs  # what answers are ranked by
+        return self.params(max_tokens=max_tokens, logprobs=logprobs)
 
 
 class ChatBody(SamplingBody):

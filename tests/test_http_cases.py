@@ -592,7 +592,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("stop_token_ids", "5", "'5'"),
     ("logprobs", 21, "0..20"),
     ("logprobs", True, "True"),
-    ("best_of", 2, "n (1)"),
+    ("best_of", 0, "1..128"),
+    ("best_of", 129, "1..128"),
     ("echo", "yes", "'yes'"),
     ("suffix", "x", "not supported"),
     ("prompt", 5, "int"),
@@ -756,22 +757,3 @@ def test_an_engine_that_fails_ends_its_requests_and_health_says_so(fault: str):
             assert served.http.get("/health").status_code == 200
         else:
             assert served.is_idle()
-
-
-# ---- echo -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("prompt", "shown"), [("xď", ["xď"]), ([BOS, 120], ["x"]), (["x", "yz"], ["x", "yz"])])
-def test_an_echoed_prompt_begins_each_of_its_answers(prompt: Any, shown: list[str]):
-    body: dict[str, Any] = {"prompt": prompt, "echo": True, "n": 2, "stop": ["x", "b"]}
-    with serving(ScriptedEngine(says("ab"))) as running:
-        whole = running.post(**body).json()
-        chunks = [json.loads(data)["choices"][0] for data in running.events(**body)[:-1]]
-    # A stop string in the prompt ends nothing.
-    assert [choice["text"] for choice in whole["choices"]] == [f"{text}a" for text in shown for _ in range(2)]
-    for choice in whole["choices"]:
-        assert "".join(c["text"] for c in chunks if c["index"] == choice["index"]) == choice["text"]
-
-
-def test_an_echo_with_logprobs_is_refused(served: Served):
-    assert "logprobs" in refused(served.post(prompt="x", echo=True, logprobs=0), param="echo")
