@@ -6,7 +6,7 @@ are the same, whatever the hash says. A block is published once its K/V is compu
 What nobody holds stays, the longest unused is given up first. The last token of a prompt is never taken from here,
 since its logits are what comes next. This module knows tokens and block ids, and no tensor.
 
-Gates: gates.prefix. Proof: tests/test_prefix.py. Story: chunk.
+Gates: gates.prefix. Proof: tests/test_prefix.py. Story: prefix.
 """
 
 from __future__ import annotations

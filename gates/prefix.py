@@ -3,7 +3,7 @@
 All but the last take host integers. The last reads two copies of one block's K/V, where a sequence has computed again
 what another had published: a hit must be a recompute, bit for bit, or the cache changes answers.
 
-Proof: tests/test_prefix.py. Story: chunk.
+Proof: tests/test_prefix.py. Story: prefix.
 """
 
 from __future__ import annotations

@@ -56,7 +56,10 @@ def _lessons() -> dict[int, Any]:
         raise UsageError("learn: the exercises are in a checkout of the repository, this is an installed copy")
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
-    rooms = [importlib.import_module(f"tests.lessons.{room}") for room in ("whiteboard", "path", "edge")]
+    try:
+        rooms = [importlib.import_module(f"tests.lessons.{room}") for room in ("whiteboard", "path", "edge")]
+    except ModuleNotFoundError as missing:
+        raise UsageError(f"learn: needs the test tools ({missing.name}); `make venv` installs them") from None
     return {lesson.day: lesson for room in rooms for lesson in room.LESSONS}
 
 

@@ -112,13 +112,15 @@
 
     function drawPool(step) {
       var owner = {}, cell = 17, across = Math.min(data.num_blocks, 32);
-      Object.keys(step.blocks).forEach(function (row) { step.blocks[row].forEach(function (b) { owner[b] = step.rows[row]; }); });
+      Object.keys(step.blocks).forEach(function (row) {
+        step.blocks[row].forEach(function (b) { owner[b] = b in owner ? "several" : step.rows[row]; });
+      });
       var down = Math.ceil(data.num_blocks / across);
       var picture = svg("svg", { viewBox: "0 0 " + (across * cell + 2) + " " + (down * cell + 2), width: across * cell + 2, height: down * cell + 2,
         role: "img", "aria-label": "The block pool, each block in the colour of its owner" });
       for (var b = 0; b < data.num_blocks; b++) {
         var x = (b % across) * cell + 1, y = Math.floor(b / across) * cell + 1;
-        picture.appendChild(svg("rect", { x: x, y: y, width: cell - 2, height: cell - 2, rx: 2, class: "st-block", fill: owner[b] ? colours[owner[b]] : "none" }));
+        picture.appendChild(svg("rect", { x: x, y: y, width: cell - 2, height: cell - 2, rx: 2, class: "st-block", fill: owner[b] ? colours[owner[b]] || "#777" : "none" }));
         picture.appendChild(svg("text", { x: x + 7.5, y: y + 11, class: owner[b] ? "st-in" : "st-out" }, b));
       }
       pool.textContent = "";

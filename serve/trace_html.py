@@ -76,9 +76,11 @@ def _frame(step: TraceStep, stored: dict[str, int]) -> dict[str, Any]:
     """One step; `stored` is carried from step to step."""
     written = {step.rows[row]: 1 for row in step.decode_rows if row in step.rows}
     stored.update(dict.fromkeys((name for _, name, _ in step.admitted), 0))
-    written |= {step.rows[row]: tokens for row, _, tokens in step.chunks}
-    for name, tokens in written.items():
-        stored[name] = stored.get(name, 0) + tokens
+    for row in step.decode_rows:
+        stored[step.rows[row]] += 1
+    for row, start, tokens in step.chunks:  # what was found in the prefix cache is stored before a chunk begins
+        stored[step.rows[row]] = start + tokens
+        written[step.rows[row]] = tokens
     return {
         "step": step.step,
         "submitted": [request.id for request in step.submitted],

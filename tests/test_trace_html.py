@@ -22,7 +22,7 @@ from tests.pages import runs
 @pytest.fixture
 def trace(tmp_path: Path) -> tuple[Path, list[dict[int, int]]]:
     """A trace with preemptions, and after each step the tokens that the engine's own tables held in it."""
-    sizes = {"max_batch_size": 3, "block_size": 4, "num_blocks": 8, "chunk_tokens": 6}
+    sizes = {"max_batch_size": 3, "block_size": 4, "num_blocks": 8, "chunk_tokens": 6, "prefix_cache": True}
     engine = tiny_engine(**sizes, compact_rows=True, bucket_decode=True)
     path = tmp_path / "trace.jsonl"
     attach_trace(engine, path, model="tiny", config=TINY)

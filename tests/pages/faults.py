@@ -146,6 +146,7 @@ FROM_THE_MUSEUM = {
     "wiring": "nothing is recorded in front of a client",
     "compact": "a move copies the whole live prefix",
     "attention": "a padded row computes finite numbers",
+    "prefix": "a hash is not a prefix",
     "lockstep": "a penalty sees every token of the answer",
 }
 

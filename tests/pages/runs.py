@@ -79,6 +79,12 @@ def chunk() -> TraceReader:
     return traced(arrivals, num_blocks=24, chunk_tokens=10, compact_rows=True, **CAPTURED)
 
 
+def prefix() -> TraceReader:
+    """Three requests with one prompt: one computes it, one comes while it runs, one when it has ended."""
+    arrivals = [(0, "A", 13, 6), (3, "B", 13, 5), (8, "C", 13, 4)]
+    return traced(arrivals, prefix_cache=True, chunk_tokens=16, compact_rows=True, **CAPTURED)
+
+
 def free() -> TraceReader:
     """The run of `compact` with rows that never move."""
     lengths = (4, 8, 16, 8, 4, 8, 16, 8)
@@ -91,6 +97,7 @@ STEPPERS: dict[str, Callable[[], TraceReader]] = {
     "buckets": buckets,
     "compact": compact,
     "chunk": chunk,
+    "prefix": prefix,
 }
 
 
