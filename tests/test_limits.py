@@ -119,6 +119,17 @@ def test_a_body_that_does_not_come_is_told_and_its_connection_closed():
         assert b'"code": "body_timeout"' in answer
 
 
+def test_a_body_that_says_it_is_too_large_is_not_waited_for():
+    with serving(ScriptedEngine(), max_body_bytes=1000) as running:
+        for length in (b"1001", b"9" * 18, b"9" * 30):
+            with socket.create_connection(("127.0.0.1", running.port), timeout=DEADLINE_S) as client:
+                client.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: " + length + b"\r\n\r\n{")
+                assert client.recv(4096).startswith((b"HTTP/1.1 413 ", b"HTTP/1.1 400 "))
+        parts = iter([b'{"prompt": "', b"x" * 2000, b'"}'])  # in chunks, without a length
+        assert running.http.post("/tokenize", content=parts).status_code == 413
+        assert running.http.post("/tokenize", json={"prompt": "x"}).status_code == 200
+
+
 def test_a_silent_stream_gets_comments_that_clients_skip():
     engine = ScriptedEngine(says("ab"), paused=True)
     with serving(engine, keep_alive_s=0.02) as running:
