@@ -13,6 +13,7 @@ from fast.attention import decode_attention
 from fast.chunk import share_budget
 from fast.kernels.linear import from_strips, to_strips
 from fast.linear import RowTable
+from fast.prefix import PrefixCache
 from fast.rows import TokenCounts
 from gates.compiled import check_compiles_bounded
 from gates.core import GateError
@@ -209,6 +210,16 @@ LESSONS = (
                 budget -= counts[-1]
             return counts
         """,
+    ),
+    Lesson(
+        24,
+        "the prefix cache",
+        PrefixCache.match,
+        "Find the blocks that hold the longest published prefix of some tokens, as far as they may be taken.",
+        "a prompt that is found whole has no logits to choose its next token from.",
+        scenes.equal_prompts,
+        "prefix.last",
+        cut=("(len(tokens) - 1) // self.block_size", "len(tokens) // self.block_size"),
     ),
     Lesson(
         25,
