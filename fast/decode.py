@@ -96,6 +96,7 @@ class DecodePath:
             )
         self.warmup: WarmupReport | None = None
         self.steps = self.tokens = 0
+        self.skipped = ""  # why the last step's rows were computed elsewhere
         self.last_plan: DecodePlan | None = None
         self._eager_before: dict[str, int] = {}  # the counts of eager steps when the last step began
 
@@ -111,7 +112,7 @@ class DecodePath:
             inputs=self.inputs,
         )
         self._check_before(plan)
-        self.last_plan = plan
+        self.last_plan, self.skipped = plan, ""
         self.steps += 1
         self.tokens += len(plan.rows)
         if self.captured is None:
@@ -169,6 +170,8 @@ class DecodePath:
     @property
     def last_outcome(self) -> DecodeOutcome:
         """How the last step ran; to be asked after one."""
+        if self.skipped:
+            return DecodeOutcome(None, replayed=False, reason=self.skipped)
         bucket = None if self.last_plan is None else self.last_plan.bucket
         if self.captured is None:
             return DecodeOutcome(bucket, replayed=False, reason="no capture")

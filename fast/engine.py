@@ -81,7 +81,8 @@ class Engine:
         self.audit = Audit(cache, self.scheduler, self.rows, self.prefill, self.decode)
         if compactor is not None:
             compactor.on_move = self._move_row
-        self.steps = 0
+        self.steps = self.mixed_tokens = 0
+        self.mixed_steps = False  # a step that has both computes chunks and decoding rows in one forward
         self.samples_on_device = forward.device.type == "cuda"  # elsewhere logits are on the host as they are
         self.fail_alone = False  # a gate that speaks of one answer ends that one, instead of the step; servers want it
         self._seed_source = seed_source
@@ -255,7 +256,7 @@ class Engine:
             "num_blocks": self.cache.allocator.num_blocks,
             "preemptions": self.scheduler.preemptions,
             "steps": self.steps,
-            "prefill_tokens": self.prefill.tokens,
+            "prefill_tokens": self.prefill.tokens - self.mixed_tokens,
             "rechecked": self.recheck.checked,
             "prefix_query_tokens": self.scheduler.query_tokens,
             "prefix_hit_tokens": self.cache.found_tokens,
@@ -263,6 +264,7 @@ class Engine:
             "prefix_evictions": 0 if self.prefix is None else self.prefix.evictions,
             "moves": 0 if self.scheduler.compactor is None else self.scheduler.compactor.moves,
             **self.decode.stats(),
+            "decode_tokens": self.decode.tokens + self.mixed_tokens,
         }
 
     def warm_decode(
@@ -285,14 +287,14 @@ class Engine:
         self.last_admitted = tuple(sequence.request.id for sequence in output.admitted)
         self.audit.schedule(output)
         mark("schedule", output)
-        # 3. Prompts compute their next chunk (and those that were preempted, their answer so far).
-        parts = [self._prefill(output.chunks)] if output.chunks else []
+        # 3. Prompts compute their next chunk (those that were preempted, their answer so far), alone or with step 4.
+        mixed = self.mixed_steps and output.chunks and output.decode_rows
+        parts = [self._mixed(output) if mixed else self._prefill(output.chunks)] if output.chunks else []
         mark("prefill")
         # 4. Those whose last token alone is to be computed do that.
-        parts += [self._decode(output.decode_rows)] if output.decode_rows else []
+        parts += [self._decode(output.decode_rows)] if output.decode_rows and not mixed else []
         mark("decode")
-        if self.prefix is not None:
-            self._publish(self.prefix, output)
+        self.audit.computed_twice(self.scheduler.publish(output))
         if output.rows:
             # 5. Every row that is up to date chooses its next token; most steps have one part, which is not copied.
             sampled = self._sample(parts[0] if len(parts) == 1 else torch.cat(parts), output.rows)
@@ -323,13 +325,13 @@ class Engine:
             self.scheduler.running[row].computed += 1
         return self.decode.run(rows, [self.scheduler.running[row].tokens[-1] for row in rows])
 
-    def _publish(self, prefix: PrefixCache, output: SchedulerOutput) -> None:
-        """Whatever block became full in this step is there for others from now on."""
-        for row in (*(chunk.row for chunk in output.chunks), *output.decode_rows):
-            sequence, table = self.scheduler.running[row], self.cache.tables[row]
-            if sequence.prefix is not None and table.length // table.block_size > len(sequence.prefix.entries):
-                twice = prefix.publish(sequence.prefix, sequence.tokens, table.blocks, computed=table.length)
-                self.audit.computed_twice(twice)
+    def _mixed(self, output: SchedulerOutput) -> Tensor:  # [E + R, V]
+        """Chunks and decoding rows in one forward, a decoding row as the chunk of its last token."""
+        running, tables, rows = self.scheduler.running, self.cache.tables, output.decode_rows
+        decoding = [PlannedChunk(row, running[row], tables[row].length, 1, ends=True) for row in rows]
+        self.mixed_tokens += len(rows)
+        self.decode.skipped = "mixed step"
+        return self._prefill((*output.chunks, *decoding))
 
     def _sample(self, logits: Tensor, rows: tuple[int, ...]) -> Sampled:  # [R, V]
         self.audit.before_sampling(rows)

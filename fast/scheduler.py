@@ -137,6 +137,17 @@ class Scheduler:
         admitted_rows = tuple(sequence.row for sequence in admitted if sequence.row is not None)
         return SchedulerOutput(admitted, admitted_rows, decode_rows, chunks, preempted, moves)
 
+    def publish(self, output: SchedulerOutput) -> list[tuple[int, int]]:
+        """After the forwards: whatever block became full is there for others; see `PrefixCache.publish`."""
+        twice: list[tuple[int, int]] = []
+        if self.prefix is None:
+            return twice
+        for row in (*(chunk.row for chunk in output.chunks), *output.decode_rows):
+            sequence, table = self.running[row], self.cache.tables[row]
+            if sequence.prefix is not None and table.length // table.block_size > len(sequence.prefix.entries):
+                twice += self.prefix.publish(sequence.prefix, sequence.tokens, table.blocks, computed=table.length)
+        return twice
+
     def release(self, sequence: Sequence) -> None:
         """Take a running or waiting sequence out: its row and blocks are free when this returns."""
         if sequence.row is None:

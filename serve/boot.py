@@ -165,12 +165,12 @@ def watch_bits(engine: Engine, *, every: int) -> None:
         engine.recheck = Recheck(engine.forward, engine.cache, every=every)
 
 
-def let_answers_fail_alone(engine: Engine) -> None:
-    """Have a gate that speaks of one answer end that one, not the engine with everybody else's."""
+def prepare_for_many(engine: Engine, *, mixed_steps: bool) -> None:
+    """A gate that speaks of one answer ends that one alone; chunks may be computed with decoding rows."""
     from fast.engine import Engine as FastEngine
 
     if isinstance(engine, FastEngine):
-        engine.fail_alone = True
+        engine.fail_alone, engine.mixed_steps = True, mixed_steps
 
 
 def switches(args: argparse.Namespace) -> dict[str, Any]:
@@ -293,7 +293,7 @@ def serve(args: argparse.Namespace) -> int:
     limits, sinks = limits_from(args), record_sinks(args)
     with listen(args.host, args.port) as listener, terminate_as_interrupt():
         loaded, engine = boot(args)
-        let_answers_fail_alone(engine)
+        prepare_for_many(engine, mixed_steps=args.mixed_steps)
         name, url = args.served_model_name or loaded.name, base_url(listener)
         print(f"serving on {url}/v1 (Ctrl-C stops); try:\n{example(url, name, chat=has_chat(loaded))}", flush=True)
         try:

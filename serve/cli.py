@@ -176,6 +176,12 @@ def _decode_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     _engine_arguments(parser)
+    parser.add_argument(
+        "--mixed-steps",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compute prompt chunks and decoding rows in one forward; default: on",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
     parser.add_argument("--port", type=integer(0, 65535), default=8000, help="default: 8000; 0 picks a free one")
     parser.add_argument("--served-model-name", metavar="NAME", help="what /v1/models says; default: the model's name")

@@ -132,6 +132,24 @@ def test_two_long_prompts_in_chunks_that_do_not_fit_together_are_not_thrashed():
     assert len(first) == 8
 
 
+@pytest.mark.differential
+def test_one_forward_for_chunks_and_decoding_rows_has_the_tokens_of_two():
+    answers = []
+    for mixed in (False, True):
+        engine = tiny_engine(**ROOMY, chunk_tokens=8, bucket_decode=True, persist_inputs=True, capture_decode=True)
+        engine.warm_decode()
+        engine.mixed_steps = mixed
+        done = engine.generate(
+            [request("talks", 3, 40)] + [request(f"r{n}", n, 5, temperature=0.8, seed=n) for n in (20, 9, 31)]
+        )
+        answers.append([completion.token_ids for completion in done])
+        stats = engine.stats()
+        assert (engine.mixed_tokens > 0) == mixed
+        assert stats["decode_tokens"] + stats["prefill_tokens"] == engine.prefill.tokens + engine.decode.tokens
+        assert stats["eager"].keys() <= {"scattered rows"} or not any(stats["eager"].values())
+    assert answers[0] == answers[1]
+
+
 # ---- rejects ----------------------------------------------------------------------------------------------------
 
 

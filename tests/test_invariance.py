@@ -185,6 +185,34 @@ def test_preemption_and_computing_again_are_not_seen(kind: str, block_size: int)
 
 
 @EACH_KIND
+@pytest.mark.parametrize("mixed", [False, True], ids=["two forwards", "mixed"])
+@pytest.mark.parametrize("chunk_tokens", [5, 17, 64])
+def test_chunks_and_what_computes_beside_them_are_not_seen(chunk_tokens: int, mixed: bool, kind: str):
+    engine = build("gqa", kind, chunk_tokens=chunk_tokens)
+    engine.mixed_steps = mixed
+    same_bits(play(engine, [(2 * at, request) for at, request in enumerate(REQUESTS)]), "gqa", kind, REQUESTS)
+    assert engine.prefill.chunks > len(REQUESTS)
+    assert (engine.mixed_tokens > 0) == mixed
+
+
+@EACH_KIND
+@pytest.mark.parametrize("chunk_tokens", [None, 20])
+def test_a_prefix_that_is_found_is_not_seen(chunk_tokens: int | None, kind: str):
+    # Prompts that begin alike, twice each, in a pool that preempts: found, computed twice, evicted, found again.
+    base = _request("base", 70, 1).prompt_ids
+    cuts = (16, 17, 32, 33, 48, 64, 70)
+    requests = [
+        replace(_request(f"r{n}-{again}", 1, 9, temperature=0.7 * (n % 2), seed=n), prompt_ids=base[:n])
+        for again in range(2)
+        for n in cuts
+    ]
+    engine = build("gqa", kind, chunk_tokens=chunk_tokens, prefix_cache=True, num_blocks=12)
+    same_bits(play(engine, [(at, request) for at, request in enumerate(requests)]), "gqa", kind, requests)
+    stats = engine.stats()
+    assert stats["prefix_hit_tokens"] > 200
+
+
+@EACH_KIND
 @pytest.mark.parametrize("threads", THREADS)
 def test_the_number_of_threads_is_not_seen(kind: str, threads: int):
     same_bits(play(build("gqa", kind, threads=threads), at_once(REQUESTS)), "gqa", kind, REQUESTS)
@@ -264,8 +292,12 @@ def test_any_schedule_gives_each_request_the_bits_it_has_alone(data: st.DataObje
         block_size=block_size,
         num_blocks=data.draw(st.integers(96, 300), label="pool") // block_size,
         max_model_len=96,
+        chunk_tokens=data.draw(st.sampled_from([None, 7, 20]), label="budget"),
+        prefix_cache=data.draw(st.booleans(), label="prefix cache"),
+        reserve_growth=data.draw(st.booleans(), label="watermark"),
         threads=data.draw(st.sampled_from(list(THREADS)), label="threads"),
     )
+    engine.mixed_steps = data.draw(st.booleans(), label="mixed")
     same_bits(play(engine, list(zip(steps, chosen, strict=True))), shape, kind, chosen)
 
 
