@@ -48,7 +48,7 @@ def museum_page() -> str:
         lines += [f"## {room}", ""]
         for exhibit in exhibits:
             lines += [f"### {exhibit.name[0].upper()}{exhibit.name[1:]} {{#{slug(exhibit.name)}}}", ""]
-            lines += [f"{exhibit.story} Reported in: `{exhibit.thread}`.", ""]
+            lines += [f"{exhibit.story} Reported in: {_thread(exhibit.thread)}.", ""]
             lines += diff(exhibit.edits)
             levels = ((level, getattr(exhibit, level)) for level in ("full", "cheap", "off"))
             lines += ["| gates | noticed by |", "| --- | --- |"]
@@ -166,6 +166,12 @@ def _exhibits(names: list[str]) -> str:
     if not names:
         return ""
     return " In the museum: " + ", ".join(f"[{name}](museum.md#{slug(name)})" for name in names) + "."
+
+
+def _thread(thread: str) -> str:
+    """A thread as a link; a file of an engine stays a name."""
+    repository, mark, number = thread.partition("#")
+    return f"[`{thread}`](https://github.com/{repository}/issues/{number})" if mark else f"`{thread}`"
 
 
 def _noticed(by: str) -> str:
