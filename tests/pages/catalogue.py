@@ -14,9 +14,17 @@ from typing import Any
 
 from tests.museum.catalogue import ROOMS
 from tests.museum.exhibit import HARMLESS, LOCKSTEP
-from tests.pages.regions import ROOT, modules, parsed
+from tests.pages.regions import ROOT, find, modules, parsed
 
 Calls = dict[str, list[tuple[str, str]]]  # check_* -> (path, dotted function)
+SAID = {  # handlers whose docstring is their route
+    "completions": "continue a prompt, or several; `stream: true` gives server-sent events",
+    "chat_completions": "continue a conversation, rendered by the model's own template",
+    "tokenize": "the token ids of a text or a conversation",
+    "detokenize": "the text of token ids",
+    "model": "that model, with its `max_model_len`; 404 for any other",
+    "version": "the version that serves",
+}
 NOTICED = {LOCKSTEP: "the tokens only", HARMLESS: "nothing"}
 
 
@@ -84,10 +92,10 @@ def cli_page() -> str:
 
 
 def http_page() -> str:
-    """The fields of both bodies, those that are refused by name among them, from the classes that check them."""
+    """The routes, and the fields of both bodies, those refused by name among them, from the code that serves them."""
     from serve.protocol import ChatBody, CompletionBody, SamplingBody
 
-    lines = []
+    lines = ["## Routes", "", "| route | what it does |", "| --- | --- |", *_routes(), ""]
     shared = set(SamplingBody.model_fields)
     for title, body, fields in (
         ("Fields of both", SamplingBody, shared),
@@ -166,6 +174,21 @@ def _exhibits(names: list[str]) -> str:
     if not names:
         return ""
     return " In the museum: " + ", ".join(f"[{name}](museum.md#{slug(name)})" for name in names) + "."
+
+
+def _routes() -> list[str]:
+    """A line for every `app.get("/path", ...)(api.handler)` of the application, with the handler's first sentence."""
+    found = []
+    for node in ast.walk(parsed("serve/app.py")):
+        made = node.func if isinstance(node, ast.Call) else None
+        if not (isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and isinstance(node, ast.Call)):
+            continue
+        path, handler = made.args[0], node.args[0]
+        if isinstance(path, ast.Constant) and isinstance(handler, ast.Attribute):
+            doc = ast.get_docstring(find("serve/app.py", f"Api.{handler.attr}")) or ""  # type: ignore[arg-type]
+            about = _text(doc.split("\n\n")[0]).partition("`: ")[2] or SAID.get(handler.attr, "")
+            found.append(f"| `{made.func.attr.upper()} {path.value}` | {about.replace('|', ',')} |")
+    return found
 
 
 def _thread(thread: str) -> str:
