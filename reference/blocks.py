@@ -244,7 +244,10 @@ class BatchedPagedKVCache:
         demand = sum(table.blocks_short(count) for table, count in zip(self.tables, counts, strict=True))
         if demand > self.allocator.num_free:
             raise OutOfBlocks(f"the batch needs {demand} more blocks, {self.allocator.num_free} are free")
-        check_batch_reserved(demand=demand, free=self.allocator.num_free)
+        # Counted from the lengths alone: a table that asks for too little would strand the rows before it.
+        size, rows = self.tables[0].block_size, zip(self.tables, counts, strict=True)
+        needed = sum(-(-(table.length + count) // size) - len(table.blocks) for table, count in rows)
+        check_batch_reserved(demand=needed, free=self.allocator.num_free)
         slots = [table.append(count) for table, count in zip(self.tables, counts, strict=True)]
         _check_tables(self.allocator, self.tables)
         return slots

@@ -128,7 +128,9 @@ class FastRun:
         if stats["decode_steps"] != stats["replayed"] + sum(stats["eager"].values()):
             raise self.error(f"decode steps are missing from the books: {stats}")
         # While a prompt is computed in chunks its row may stand between those that decode.
-        allowed = arm_of(self.trace.arm).eager | ({"scattered rows"} if self.trace.chunk_tokens else set())
+        allowed = arm_of(self.trace.arm).eager | (
+            {"scattered rows"} if self.trace.chunk_tokens or self.trace.prefix_cache else set()
+        )
         if not reasons <= allowed:
             raise self.error(f"arm {self.trace.arm} may run eagerly for {set(allowed)}: {stats}")
 

@@ -111,10 +111,12 @@ def engine_of(trace: Trace) -> Engine:
         width_multiple=trace.width_multiple,
         chunk_tokens=trace.chunk_tokens,
         prefix_cache=trace.prefix_cache,
+        reserve_growth=trace.reserve_growth,
         dtype=getattr(torch, trace.dtype),
         seed_source=lambda: UNNAMED_SEED,
         **arm.switches,
     )
+    engine.mixed_steps = trace.mixed_steps
     if arm.warm == "all":
         engine.warm_decode()
     elif arm.warm == "half":

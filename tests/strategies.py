@@ -71,6 +71,8 @@ def requests(
     room = min(limits.max_model_len, limits.num_blocks * limits.block_size)
     length = draw(prompt_lengths(limits.block_size, max(1, min(room - 1, 30))))
     prompt = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=length, max_size=length))
+    common = draw(st.integers(0, length))
+    prompt[:common] = [3 + 5 * i % 50 for i in range(common)]  # so that many begin alike
     chosen = draw(sampling_params() if params is None else params)
     left = max(1, room - length)
     if chosen.max_tokens is not None and chosen.max_tokens > left:
@@ -111,7 +113,12 @@ def limits(draw: st.DrawFn, arms: Sequence[str] = tuple(ARMS), **fixed: Any) -> 
         "num_blocks": num_blocks,
         "max_model_len": max(2, min(draw(st.sampled_from([40, 24, pool - 1, pool])), 60)),
         "width_multiple": draw(st.sampled_from([16, 8, 5, 128])),
+        "prefix_cache": draw(st.booleans()),
+        "reserve_growth": draw(st.booleans()),
+        "mixed_steps": draw(st.booleans()),
     }
+    budget = draw(st.none() | st.integers(0, 9))
+    chosen["chunk_tokens"] = None if budget is None else chosen["max_batch_size"] + budget
     return Trace(**(chosen | fixed))
 
 

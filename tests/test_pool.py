@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fast.cache import BatchedPagedKVCache
 from fast.pool import plan_pool
 from fast.slots import table_bytes
+from gates import GateError
 from tests.harness import TINY
 
 SLOT_BYTES = TINY.kv_elements_per_token * 4
@@ -67,3 +69,13 @@ def test_addressing_that_costs_more_than_the_pool_is_refused():
     assert table_bytes(max_batch_size=rows, max_model_len=256) > 64 << 20
     with pytest.raises(ValueError, match="max_model_len: 256 tokens x max_batch_size 65536 need 134,217,728 bytes"):
         plan(max_batch_size=rows, num_blocks=1024)
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_gate_rejects_a_table_that_outgrew_what_was_allowed(gather: bool, monkeypatch: pytest.MonkeyPatch):
+    made = plan(num_blocks=9, max_model_len=64)
+    where = {"dtype": torch.float32, "device": "cpu", "gather": gather}
+    assert BatchedPagedKVCache.of_plan(TINY, made, **where).slot_table.num_bytes == made.table_bytes * (1 + gather)
+    monkeypatch.setattr("fast.pool.SMALLEST_TABLE_BUDGET", made.table_bytes - 1)  # the fault: planned for less
+    with pytest.raises(GateError, match="gate slots.fits: the slot table reserves"):
+        BatchedPagedKVCache.of_plan(TINY, made, **where)

@@ -216,6 +216,16 @@ def test_gate_rejects_a_batch_that_reserves_row_by_row():
     assert [table.length for table in tables] == [5, 5, 4]
 
 
+def test_gate_rejects_a_batch_whose_tables_ask_for_too_little(monkeypatch: pytest.MonkeyPatch):
+    cache = batched(3, num_blocks=4)
+    cache.write(0, *noise(2, 3, K, 4, D))
+    monkeypatch.setattr(BlockTable, "blocks_short", lambda table, tokens: 0)  # the fault: the refusal sees no demand
+    with pytest.raises(GateError, match=r"blocks.batch_reserved: the batch needs 3 more blocks, 1 are free"):
+        cache.write(0, *noise(2, 3, K, 1, D))
+    assert cache.seq_lens == [4, 4, 4]
+    assert check_batch_reserved.gate_name == "blocks.batch_reserved"
+
+
 def test_gate_rejects_a_masked_prefill_on_a_history():
     cache, _ = filled((2, 3))
     with pytest.raises(GateError, match=r"batch.prefill_lands_empty: .* the cache holds 2 .*first at row 0; 2 of 2"):

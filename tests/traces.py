@@ -113,6 +113,8 @@ class Trace:
     width_multiple: int = 16
     chunk_tokens: int | None = None  # of one step; None: the engine's own default, which no tiny prompt fills
     prefix_cache: bool = False
+    reserve_growth: bool = False
+    mixed_steps: bool = False
 
     @property
     def last_step(self) -> int:
