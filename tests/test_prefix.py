@@ -351,3 +351,23 @@ def test_any_prompts_over_few_ids_find_what_is_theirs(data: st.DataObject):
         check_holders_counted(tables=dict(enumerate(held)), holders=holders)
         assert allocator.num_free + allocator.num_owned == allocator.num_blocks
         assert len(cache) == sum(allocator.is_kept(block) for block in range(allocator.num_blocks))
+
+
+# ---- the real model ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.model
+def test_a_long_prompt_of_the_real_model_is_found_again_with_the_same_tokens():
+    from tests.harness import model_of
+
+    config, weights = model_of("smollm2-135m-instruct")
+    prompt = tuple((7 * i) % 4000 + 100 for i in range(2000))
+    kernels = {"kernels": True, "half_weights": True, "num_blocks": 140, "max_model_len": 2100, "max_batch_size": 2}
+    answers = []
+    for policy in ({"chunk_tokens": 2048}, {"chunk_tokens": 300, "prefix_cache": True}):
+        engine = Engine.build(config, weights, **kernels, **policy)
+        with at_level("cheap"):
+            answers.append(ask(engine, "first", prompt))
+    again = ask(engine, "again", prompt)
+    assert [tokens for tokens, _ in answers] == [again[0]] * 2
+    assert (answers[1][1], again[1], engine.prefill.tokens) == (0, 1984, 2000 + 16)
