@@ -85,7 +85,7 @@ class KernelForward:
         self._width = _round_up(hidden, PANEL)
         self._weights = _pack_layers(config, weights.layers, half)
         self._final_norm = _padded(_floats(weights.final_norm), self._width)
-        self._head = pack(_padded(_floats(weights.lm_head), self._width), half=half)
+        self._head = _pack_head(weights.lm_head, self._width, half=half)
         # A tied embedding is read from the packed head, so that it is in memory once.
         tied, half_embedding = weights.lm_head is weights.embedding, weights.embedding.dtype == torch.float16
         self._embedding = None if tied else weights.embedding if half_embedding else weights.embedding.float()
@@ -311,6 +311,12 @@ def _pack_layers(config: ModelConfig, layers: Sequence[LayerWeights], half: bool
         q_norm=norms("q_norm", head),
         k_norm=norms("k_norm", head),
     )
+
+
+def _pack_head(weight: Tensor, width: int, *, half: bool) -> Packed:  # [V, M] -> [P, M', 32]
+    """The largest matrix, some thousand outputs at a time: a float32 copy of all of it would be the peak of a start."""
+    parts = [weight[at : at + 256 * PANEL] for at in range(0, len(weight), 256 * PANEL)]
+    return np.concatenate([pack(_padded(_floats(part), width), half=half) for part in parts])
 
 
 def _stack(packed: Iterator[Packed], layers: int) -> Packed:  # L x [P, M, 32] -> [L, P, M, 32]
