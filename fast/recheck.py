@@ -45,8 +45,7 @@ class Recheck:
     def __init__(self, forward: AnyForward, cache: BatchedPagedKVCache, *, every: int) -> None:
         if every < 0:
             raise ValueError(f"recheck_every: {every} is negative")
-        facts = facts_of(forward)
-        if every and not facts["schedule_invariant"]:
+        if every and not (facts := facts_of(forward))["schedule_invariant"]:
             raise ValueError(f"recheck_every: {every} needs a backend that keeps bits, and {facts['reason']}")
         self.every = every
         self.checked = 0  # requests whose every token was found again
