@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from reference.request import MAX_LOGPROBS, MAX_N, SEED_RANGE
+from reference.request import MAX_LOGPROBS, MAX_N, MAX_PRIORITY, SEED_RANGE
 
 ENVELOPE = {
     "type": "object",
@@ -60,6 +60,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "repetition_penalty": (0.01, 100),
     "min_tokens": (0, None),
     "top_logprobs": (0, MAX_LOGPROBS),
+    "priority": (-MAX_PRIORITY, MAX_PRIORITY),
 }
 
 

@@ -126,7 +126,7 @@ def plan_completion(body: CompletionBody, tokenizer: Tokenizer, guides: Guides, 
         num_prompt_tokens += len(ids)
         try:
             params = body.sampling(room=room)
-            made = _expanded(ids, params, id if len(todo) == 1 else f"{id}-{index}", guide)
+            made = _expanded(body, ids, params, id if len(todo) == 1 else f"{id}-{index}", guide)
         except ValueError as error:
             raise from_value_error(error, names=body.engine_names) from None
         requests += made
@@ -153,7 +153,7 @@ def plan_chat(body: ChatBody, tokenizer: Tokenizer, guides: Guides, *, id: str, 
         guide, tools = _guide(body, guides), None
         if form is not None:
             guide, tools = _calls(body, guides, form)
-        requests = _expanded(ids, params, id, guide)
+        requests = _expanded(body, ids, params, id, guide)
     except ValueError as error:
         raise from_value_error(error, names=body.engine_names) from None
     return Job(tuple(requests), params, len(ids), body.engine_names, tools=tools)
@@ -277,6 +277,8 @@ def _calls(body: ChatBody, guides: Guides, form: Form) -> tuple[Guide | None, To
     return guide, ToolUse(form, names, named=called not in ("auto", "required"))
 
 
-def _expanded(ids: list[int], params: SamplingParams, id: str, guide: Guide | None) -> list[Request]:
+def _expanded(
+    body: SamplingBody, ids: list[int], params: SamplingParams, id: str, guide: Guide | None
+) -> list[Request]:
     """n requests of one answer each, without the stop strings, which are matched where there is text."""
-    return Request(tuple(ids), replace(params, stop=()), id, guide).expand()
+    return body.in_queue(Request(tuple(ids), replace(params, stop=()), id, guide)).expand()

@@ -10,11 +10,12 @@ Proof: tests/test_http_cases.py. Story: app.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, model_validator
 
-from reference.request import MAX_LOGPROBS, MAX_N, SamplingParams
+from reference.request import MAX_LOGPROBS, MAX_N, Request, SamplingParams
 from serve.formats import Format, Structure
 from serve.guide import GuideSpec
 from serve.messages import Body, Message, NamedTool, Tool
@@ -96,6 +97,10 @@ class SamplingBody(Body):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     structured_outputs: Structure = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    # Ours: false keeps a prompt out of the cache that prompts share.
+    prefix_cache: bool | None = None
 
     @model_validator(mode="after")
     def check_shared_fields(self) -> SamplingBody:
@@ -110,6 +115,15 @@ class SamplingBody(Body):
     def guide_spec(self) -> GuideSpec | None:
         """The shape that the answer is to have, if one was asked for."""
         return self.response_format or self.structured_outputs
+
+    def in_queue(self, request: Request) -> Request:
+        """The request with its priority, and with what it shares of its prompt; none of them changes a token."""
+        return replace(
+            request,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+            prefix_cache=self.prefix_cache is not False,
+        )
 
     @property
     def num_candidates(self) -> int:

@@ -172,8 +172,11 @@ def piece_tokenizer(pieces: Sequence[bytes], *, adds_bos: bool = False, template
 ENGINES = ("scripted", "reference", "fast")
 
 
-def make_engine(kind: str, *, max_model_len: int = 256) -> Any:
-    """An engine by name over the byte vocabulary; the real ones hold the same tiny seeded weights."""
+def make_engine(kind: str, *, max_model_len: int = 256, **switches: Any) -> Any:
+    """An engine by name over the byte vocabulary; the real ones hold the same tiny seeded weights.
+
+    `switches` are the fast engine's.
+    """
     if kind == "scripted":
         return ScriptedEngine(max_model_len=max_model_len)
     config = tiny_config(vocab_size=VOCAB, bos_token_id=BOS, eos_token_ids=(EOS,))
@@ -184,7 +187,7 @@ def make_engine(kind: str, *, max_model_len: int = 256) -> Any:
         return Engine(config, weights, max_model_len=max_model_len)
     from fast.engine import Engine as FastEngine
 
-    return FastEngine.build(config, weights, max_model_len=max_model_len)
+    return FastEngine.build(config, weights, max_model_len=max_model_len, **switches)
 
 
 @dataclass

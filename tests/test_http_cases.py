@@ -608,6 +608,10 @@ WRONG: list[tuple[str, Any, str]] = [
     ("user", 5, "5"),
     ("metadata", {"a": 1}, "1"),
     ("ignore_eos", "no", "'no'"),
+    ("priority", 2**31, str(2**31 - 1)),
+    ("priority", "high", "'high'"),
+    ("cache_salt", 5, "5"),
+    ("prefix_cache", "no", "'no'"),
     ("guided_json", {}, "unknown field"),
     ("messages", [], "unknown field"),
 ]
