@@ -1,4 +1,4 @@
-"""What a client says of the cache that prompts share and of its place in the queue changes no token, and usage tells."""
+"""What a client says of shared prompts and of its place in the queue changes no token, and usage tells."""
 
 from __future__ import annotations
 
