@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
-from reference.request import SamplingParams
+from reference.request import Request, SamplingParams
 from serve.openapi import RANGES
 from serve.protocol import ChatBody, CompletionBody
 from tests.server import MODEL, ScriptedEngine, Served, eventually, serving
@@ -62,11 +63,12 @@ def test_nothing_promises_a_422(served: Served):
 def test_a_documented_range_is_the_range(field: str):
     low, high = RANGES[field]
     limit = {"max_tokens": 10**6} if field == "min_tokens" else {}
+    make = partial(Request, (1,)) if field == "priority" else partial(SamplingParams, **limit)
     for value in (low if field != "top_p" else 1e-9, high if high is not None else 10**6):
-        SamplingParams(**{field: value}, **limit)
+        make(**{field: value})
     for value in (low - 1, *([] if high is None else [high + 1])):
         with pytest.raises(ValueError, match=field):
-            SamplingParams(**{field: value}, **limit)
+            make(**{field: value})
 
 
 # ---- any order --------------------------------------------------------------------------------------------------
