@@ -30,15 +30,16 @@ class PlannedChunk:
     ends: bool  # it computes the last token there is, so that the sequence's next one can be chosen
 
 
-def share_budget(pending: Sequenced[int], budget: int) -> list[int]:
+def share_budget(pending: Sequenced[int], budget: int, urgency: Sequenced[int] = ()) -> list[int]:
     """How many of `budget` tokens each of several prompts gets, of the `pending` ones it has, in order of arrival.
 
     One half, rounded up, is offered in order of arrival; the other, and what the first left, to the prompts with the
     least pending first. So of the budget b the first in line gets at least min(pending, b - b // 2), the shortest at
-    least min(pending, b // 2), and nothing is left over while somebody could use it.
+    least min(pending, b // 2), and nothing is left over while somebody could use it. `urgency` is what the second half
+    goes by where it is not `pending`: a prompt that a shorter one waits for is as urgent as that one.
     """
     counts = [0] * len(pending)
-    shortest_first = sorted(range(len(pending)), key=lambda i: pending[i])
+    shortest_first = sorted(range(len(pending)), key=lambda i: (urgency or pending)[i])
     left = budget
     for order, offered in ((range(len(pending)), budget - budget // 2), (shortest_first, budget)):
         kept_back = budget - offered

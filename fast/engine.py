@@ -364,8 +364,8 @@ class Engine:
             reason = self._finish_reason(sequence)
             if sequence.guide is not None and reason is None:
                 sequence.guide.accept(token)
-            found = sequence.found if sequence.num_generated == 1 else 0
-            return Event(sequence.request.id, token, reason, logprobs, cached_tokens=found)
+            cached = sequence.cached if sequence.num_generated == 1 else 0
+            return Event(sequence.request.id, token, reason, logprobs, cached_tokens=cached)
         except GateError as fault:
             if not self.fail_alone:
                 raise

@@ -42,12 +42,18 @@ class Sequence:
     admitted_at: int = 0  # the schedule that gave it its row
     found: int = 0  # tokens found in the prefix cache since it was admitted
     computed: int = 0  # tokens computed since it was admitted
+    found_first: int = 0  # `found` when it was first preempted; what it finds afterwards may be its own
     guide: GuideState | None = None  # what restricts the answer; it goes on after a preemption, as the tokens do
 
     @property
     def order(self) -> tuple[int, int]:
         """Its place in line: priority first, then arrival; the lowest goes first and is preempted last."""
         return (self.request.priority, self.arrival)
+
+    @property
+    def cached(self) -> int:
+        """Tokens found in the prefix cache that it cannot have computed itself."""
+        return self.found_first if self.preemptions else self.found
 
     @property
     def num_generated(self) -> int:

@@ -183,6 +183,7 @@ class Scheduler:
             held = self.schedules - sequence.admitted_at
             check_preempted_late(arrival=sequence.arrival, steps=held, block_size=self.cache.block_size)
         self._vacate(sequence)
+        sequence.found_first = sequence.found_first if sequence.preemptions else sequence.found
         sequence.preemptions += 1
         self.preemptions += 1
         self._queue(sequence)
@@ -254,12 +255,11 @@ class Scheduler:
 
     def _chunk(self, decode_rows: tuple[int, ...]) -> tuple[PlannedChunk, ...]:
         waiting = sorted(self.running.keys() - set(decode_rows), key=lambda row: self.running[row].order)
-        if self.prefix is not None and waiting:
-            waiting = self._follow(self.prefix, waiting)
+        behind = list(range(len(waiting))) if self.prefix is None else self._follow(self.prefix, waiting)
         pending = [self._pending(row) for row in waiting]
         left = self.chunk_tokens - len(decode_rows)
-        counts = share_budget(pending, left)
-        check_chunks_shared(pending=pending, counts=counts, budget=left)
+        counts = _share(pending, left, behind)
+        check_chunks_shared(pending=pending, counts=counts, budget=left, behind=behind)
         check_budget_kept(decode_rows=len(decode_rows), chunks=counts, budget=self.chunk_tokens)
         chunks = []
         for row, count, total in zip(waiting, counts, pending, strict=True):
@@ -269,11 +269,14 @@ class Scheduler:
         return tuple(chunks)
 
     def _follow(self, prefix: PrefixCache, waiting: list[int]) -> list[int]:
-        """Give prompts what was published since they began; leave out those whose next block another computes now."""
+        """Give prompts what was published since they began, and tell who computes the next block of each of them.
+
+        That is the place in `waiting` of an earlier one that is about to, or its own.
+        """
         size = self.cache.block_size
-        going: list[int] = []
-        computing: set[int] = set()
-        for row in waiting:
+        behind = list(range(len(waiting)))
+        computing: dict[int, int] = {}
+        for place, row in enumerate(waiting):
             sequence, table = self.running[row], self.cache.tables[row]
             if sequence.prefix is not None:
                 begun = table.length % size
@@ -283,10 +286,10 @@ class Scheduler:
                     sequence.found += len(found) * size
                 at, names = table.length // size, prefix.names(sequence.prefix, sequence.tokens)
                 if not begun and at < (len(sequence.tokens) - 1) // size and names[at] in computing:
+                    behind[place] = computing[names[at]]
                     continue
-                computing.update(names[at:])
-            going.append(row)
-        return going
+                computing.update((name, place) for name in names[at:] if name not in computing)
+        return behind
 
     def _seat(self, sequence: Sequence, row: int, found: list[int]) -> None:
         self.cache.allocator.share(found)
@@ -323,6 +326,19 @@ class Scheduler:
         heapq.heappush(self._free_rows, row)
         if self.on_release is not None:
             self.on_release(row)
+
+
+def _share(pending: list[int], budget: int, behind: list[int]) -> list[int]:
+    """`share_budget` among those who wait for nobody, each as urgent as the shortest that waits for it."""
+    going = [place for place, leader in enumerate(behind) if leader == place]
+    urgency = {place: pending[place] for place in going}
+    for place, leader in enumerate(behind):
+        urgency[leader] = min(urgency[leader], pending[place])
+    counts = [0] * len(pending)
+    shares = share_budget([pending[place] for place in going], budget, list(urgency.values()))
+    for place, count in zip(going, shares, strict=True):
+        counts[place] = count
+    return counts
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

@@ -24,10 +24,13 @@ def check_budget_kept(*, decode_rows: int, chunks: Sequence[int], budget: int) -
 
 
 @gate("chunk.shared", at=CHEAP)
-def check_chunks_shared(*, pending: Sequence[int], counts: Sequence[int], budget: int) -> None:
+def check_chunks_shared(
+    *, pending: Sequence[int], counts: Sequence[int], budget: int, behind: Sequence[int] | None = None
+) -> None:
     """Of `budget` tokens the first in line and the shortest get half each, and none is left that somebody could use.
 
     `pending` are the tokens each prompt still has to compute, in order of arrival; `counts` is what each was given.
+    Prompt i waits for `behind[i]` to compute a block of both (itself: for nobody); that one then has its half.
     """
     if not pending:
         return
@@ -35,12 +38,16 @@ def check_chunks_shared(*, pending: Sequence[int], counts: Sequence[int], budget
     require_rows(lost, len(pending), f"a row has {min(pending)} tokens to compute; one that was sampled is lost")
     over = [index for index, (count, most) in enumerate(zip(counts, pending, strict=True)) if not 0 <= count <= most]
     require_rows(over, len(pending), f"given {list(counts)} of {list(pending)} pending tokens")
-    usable = min(budget, sum(pending))
+    leaders = list(range(len(pending))) if behind is None else behind
+    lent = [index for index, leader in enumerate(leaders) if leader != index and (counts[index] or leader > index)]
+    require_rows(lent, len(pending), f"given {list(counts)}, while they wait for {list(leaders)}")
+    usable = min(budget, sum(tokens for index, tokens in enumerate(pending) if leaders[index] == index))
     require(sum(counts) == usable, f"{sum(counts):,} tokens of a budget of {budget:,} are given, {usable:,} can be")
-    shortest = min(range(len(pending)), key=lambda index: pending[index])
-    for who, index, half in (("first", 0, budget - budget // 2), ("shortest", shortest, budget // 2)):
+    tokens, shortest = min(zip(pending, leaders, strict=True))
+    who = "shortest prompt" if tokens == pending[shortest] else f"prompt that one of {tokens:,} tokens waits for"
+    for whose, index, half in (("first prompt", 0, budget - budget // 2), (who, shortest, budget // 2)):
         least = min(pending[index], half)
-        fact = f"the {who} prompt is given {counts[index]:,} of {pending[index]:,} tokens, at least {least:,} are its"
+        fact = f"the {whose} is given {counts[index]:,} of {pending[index]:,} tokens, at least {least:,} are its"
         require(counts[index] >= least, fact)
 
 

@@ -202,7 +202,7 @@ class Event:
     finish_reason: str | None = None
     logprobs: TokenLogprobs | None = None
     error: str | None = None
-    cached_tokens: int = 0  # of an answer's first token: prompt tokens whose K/V was found and not computed
+    cached_tokens: int = 0  # of an answer's first token: prompt tokens found, not its own work
 
 
 @dataclass(slots=True)

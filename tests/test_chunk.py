@@ -97,6 +97,19 @@ def test_a_stream_of_short_prompts_does_not_starve_a_long_one():
     assert first_tokens(tiny_engine(**ROOMY, chunk_tokens=8), arrivals)["long"] == 1 + (100 - 8) // 4
 
 
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_short_prompt_is_not_starved_with_the_longer_one_that_computes_its_first_block(prefix_cache: bool):
+    # Two blocks of the short prompt are the second long one's too, which is neither the first in line nor the shortest.
+    shared = tuple(range(50, 58))
+    second = replace(request("second", 110), prompt_ids=(*shared, *range(3, 50), *range(3, 50), *range(3, 11)))
+    short = replace(request("short", 10), prompt_ids=(*shared, 7, 9))
+    engine = tiny_engine(**ROOMY | {"num_blocks": 90}, chunk_tokens=8, prefix_cache=prefix_cache)
+    first = first_tokens(engine, {0: [request("first", 100), second, short]})
+    assert first["short"] == -(-10 // 4), "with half the budget of 8 a step, found or computed"
+    assert first["first"] <= -(-100 // 4)
+    assert engine.stats()["prefix_hit_tokens"] == 8 * prefix_cache
+
+
 def test_the_budget_has_a_token_for_each_row():
     assert tiny_engine(num_blocks=8).scheduler.chunk_tokens == DEFAULT_CHUNK_TOKENS
     with pytest.raises(ValueError, match="chunk_tokens: 3 is not at least 4, a token a step for each row"):
@@ -156,7 +169,7 @@ def test_one_forward_for_chunks_and_decoding_rows_has_the_tokens_of_two():
 def test_gate_rejects_a_step_that_computes_more_than_its_budget(monkeypatch: pytest.MonkeyPatch):
     check_budget_kept(decode_rows=2, chunks=[4, 2], budget=8)
     # The fault: the decoding rows' tokens are forgotten. The share is right for the budget it was given.
-    monkeypatch.setattr("fast.scheduler.share_budget", lambda pending, budget: [min(pending[0], budget + 1)])
+    monkeypatch.setattr("fast.scheduler.share_budget", lambda pending, budget, urgency: [min(pending[0], budget + 1)])
     monkeypatch.setattr("fast.scheduler.check_chunks_shared", lambda **_: None)
     engine = tiny_engine(**ROOMY, chunk_tokens=8)
     engine.submit(request("talks", 3))
@@ -174,11 +187,17 @@ def test_gate_rejects_a_step_that_computes_more_than_its_budget(monkeypatch: pyt
     ("share", "fact"),
     [
         (
-            lambda pending, budget: [min(pending[0], budget), *[0] * (len(pending) - 1)],
+            lambda pending, budget, urgency: [min(pending[0], budget), *[0] * (len(pending) - 1)],
             "the shortest prompt is given 0",
         ),
-        (lambda pending, budget: [0] * (len(pending) - 1) + [min(pending[-1], budget)], "3 tokens of a budget of 8"),
-        (lambda pending, budget: [budget - 3, 3] if len(pending) > 1 else [budget + 60], r"given \[68\] of \[60\]"),
+        (
+            lambda pending, budget, urgency: [0] * (len(pending) - 1) + [min(pending[-1], budget)],
+            "3 tokens of a budget of 8",
+        ),
+        (
+            lambda pending, budget, urgency: [budget - 3, 3] if len(pending) > 1 else [budget + 60],
+            r"given \[68\] of \[60\]",
+        ),
     ],
     ids=["first takes all", "last takes all", "more than there is"],
 )
@@ -197,6 +216,24 @@ def test_gate_rejects_a_first_prompt_that_is_held_back():
     check_chunks_shared(pending=[9, 3], counts=[5, 3], budget=8)
     with pytest.raises(GateError, match="the first prompt is given 3 of 9 tokens, at least 4 are its"):
         check_chunks_shared(pending=[9, 9], counts=[3, 5], budget=8)
+
+
+def test_gate_rejects_a_prompt_that_waits_for_one_without_its_share(monkeypatch: pytest.MonkeyPatch):
+    def by_its_own(pending: list[int], budget: int, urgency: list[int]) -> list[int]:
+        return share_budget(pending, budget)  # the fault: nobody minds who waits for whom
+
+    monkeypatch.setattr("fast.scheduler.share_budget", by_its_own)
+    engine = tiny_engine(**ROOMY | {"num_blocks": 90}, chunk_tokens=8, prefix_cache=True)
+    for name, prompt in (("first", (3,) * 100), ("second", (4,) * 110), ("short", (4,) * 6)):
+        engine.submit(Request(prompt, GREEDY, name))
+    with pytest.raises(
+        GateError, match="the prompt that one of 6 tokens waits for is given 0 of 110 tokens, at least 4"
+    ):
+        engine.step()
+    check_chunks_shared(pending=[9, 12, 3], counts=[4, 4, 0], budget=8, behind=[0, 1, 1])
+    for counts, behind in (([4, 2, 2], [0, 1, 1]), ([4, 4, 0], [0, 2, 2]), ([0, 8, 0], [1, 1, 2])):
+        with pytest.raises(GateError, match="while they wait for"):
+            check_chunks_shared(pending=[9, 12, 3], counts=counts, budget=8, behind=behind)
 
 
 @pytest.mark.parametrize("by", [-1, 1])

@@ -230,6 +230,21 @@ def test_preempted_readmitted_and_found_again_loses_and_repeats_no_token(length:
     assert stats["prefix_hit_tokens"] > 0
 
 
+def test_what_a_request_computed_itself_before_a_preemption_is_not_told_as_cached():
+    engine = tiny_engine(
+        block_size=4, num_blocks=18, max_batch_size=2, max_model_len=72, chunk_tokens=4, prefix_cache=True
+    )
+    engine.submit(Request(ids(4), replace(GREEDY, max_tokens=40), "grows"))
+    engine.step()
+    engine.submit(Request(ids(60, start=30), replace(GREEDY, max_tokens=1), "given up"))
+    told = []
+    while engine.has_work:
+        told += [event.cached_tokens for event in engine.step() if event.request_id == "given up"]
+    assert engine.stats()["preemptions"] == 1
+    assert engine.stats()["prefix_hit_tokens"] > 0, "it found its own blocks"
+    assert told == [0]
+
+
 # ---- rejects ----------------------------------------------------------------------------------------------------
 
 
@@ -260,7 +275,7 @@ def test_gate_rejects_a_block_published_before_it_is_computed():
 def test_gate_rejects_a_write_into_a_block_that_others_read(monkeypatch: pytest.MonkeyPatch):
     adopt = BatchedPagedKVCache.adopt_row
     monkeypatch.setattr(BatchedPagedKVCache, "adopt_row", lambda c, row, blocks, tokens=0: adopt(c, row, blocks))
-    monkeypatch.setattr(Scheduler, "_follow", lambda scheduler, prefix, waiting: waiting)
+    monkeypatch.setattr(Scheduler, "_follow", lambda scheduler, prefix, waiting: list(range(len(waiting))))
     engine = tiny_engine(**SIZES)
     ask(engine, "first", ids(40))
     with (
