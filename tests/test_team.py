@@ -40,6 +40,27 @@ def prefix_sums(words, phase, values):
         phase = close(words, phase, values.shape[1], mine)
 
 
+@njit(nogil=True)
+def fail_at(words, phase, sizes, counts, phase_index, failing_task):
+    """`count_tasks`, but one task of one phase is claimed and then lost to an error."""
+    for at in range(sizes.size):
+        mine = 0
+        task = claim(words, phase, sizes[at])
+        while task >= 0:
+            if at == phase_index and task == failing_task:
+                raise MemoryError("no room")
+            counts[at, task] += 1
+            mine += 1
+            task = claim(words, phase, sizes[at])
+        phase = close(words, phase, sizes[at], mine)
+
+
+def counted(team: Team) -> list[int]:
+    counts = np.zeros((3, 9), np.int64)
+    team.run(count_tasks, np.array([9, 1, 4]), counts)
+    return list(counts.sum(axis=1).tolist())
+
+
 # ---- holds ----
 
 
@@ -75,6 +96,16 @@ def test_a_member_that_comes_late_finds_nothing_to_do() -> None:
     assert (counts == 2).all()
 
 
+def test_after_a_fork_a_team_has_helpers_of_its_own() -> None:
+    team = Team(2)
+    others = team._jobs
+    team._process -= 1  # what a child sees: a team that another process made, whose helper is not here
+    others[0].put(None)
+    assert counted(team) == [9, 1, 4]
+    assert team._jobs is not others
+    assert all(helper.is_alive() for helper in team._helpers)
+
+
 def test_helpers_end_with_their_team() -> None:
     before = set(threading.enumerate())
     team = Team(3)
@@ -94,6 +125,46 @@ def test_helpers_end_with_their_team() -> None:
 def test_a_team_of_nobody_or_of_too_many_is_refused(threads: int) -> None:
     with pytest.raises(ValueError, match=f"threads: {threads} is not in 1..256"):
         Team(threads)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_member_that_fails_ends_the_call_and_no_other(threads: int) -> None:
+    team = Team(threads)
+    for task in range(5):
+        with pytest.raises(MemoryError, match="no room"):
+            team.run(fail_at, np.array([9, 5, 4]), np.zeros((3, 9), np.int64), 1, task)
+        assert counted(team) == [9, 1, 4]
+
+
+def test_a_helper_that_fails_ends_the_call_that_waits_for_it() -> None:
+    team, caller, claimed = Team(2), threading.get_ident(), threading.Event()
+
+    def kernel(words, phase, sizes, counts):
+        if threading.get_ident() == caller:
+            assert claimed.wait(timeout=60)
+            count_tasks(words, phase, sizes, counts)
+        else:
+            claim(words, phase, sizes[0])
+            claimed.set()
+            raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        team.run(kernel, np.array([9, 5, 4]), np.zeros((3, 9), np.int64))
+    assert counted(team) == [9, 1, 4]
+
+
+def test_a_call_that_is_interrupted_leaves_nobody_inside_the_next() -> None:
+    team, sizes = Team(2), np.full(3000, 40)
+
+    def kernel(words, phase, *args):
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        count_tasks(words, phase, *args)
+
+    for _ in range(40):
+        with pytest.raises(KeyboardInterrupt):
+            team.run(kernel, sizes, np.zeros((3000, 40), np.int64))
+        assert counted(team) == [9, 1, 4]
 
 
 # ---- any order ----

@@ -7,6 +7,7 @@ the phases over and runs through. So a busy core costs its own part of the speed
 
 All of it is one word, `phase << 24 | next task`, moved by compare-and-swap: a claim made for a phase that is over
 fails. Waiting is a short spin, then turns given up to the machine. Which member runs a task changes no bit of it.
+A member that fails leaves a word of no phase behind, on which nobody waits: the call ends, with its error.
 
 Proof: tests/test_team.py. Story: kernels.
 """
@@ -16,6 +17,7 @@ Proof: tests/test_team.py. Story: kernels.
 
 from __future__ import annotations
 
+import os
 import platform
 import threading
 import weakref
@@ -34,6 +36,7 @@ MOST_THREADS = 256
 MOST_TASKS = 1 << 24  # of one phase
 TASK_BITS = 24
 SPINS = 400  # looks at the word, a few microseconds, before a turn is given up
+OVER = -1  # a word of no phase
 WORD, FINISHED = 0, 16  # where the two numbers of a team lie: in cache lines of their own
 
 intrinsic: Any = declare_intrinsic  # what it makes is called with one argument less than its definition has
@@ -48,6 +51,8 @@ Job = tuple[Kernel, NDArray[np.int64], int, tuple[Any, ...]]
 class Team:
     """`threads` members: the caller of `run`, and helpers of its own that sleep between calls.
 
+    A call that ended early (an error in any member, an interrupt) costs the next one new helpers, and so does a fork.
+
     Raises:
         ValueError: the number of threads is not in 1..256.
     """
@@ -56,27 +61,69 @@ class Team:
         if not 1 <= threads <= MOST_THREADS:
             raise ValueError(f"threads: {threads} is not in 1..{MOST_THREADS}")
         self.threads = threads
-        self._words = np.zeros(32, np.int64)
-        self._jobs: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in range(threads - 1)]
-        for number, jobs in enumerate(self._jobs, 1):
-            threading.Thread(target=_help, args=(jobs,), name=f"kernels-{number}", daemon=True).start()
-        weakref.finalize(self, _dismiss, self._jobs)
+        self._unfinished = False  # a call is under way, or ended before its work did
+        self._gather()
 
     def run(self, kernel: Kernel, *args: Any) -> None:
         """Call `kernel(words, phase, *args)`, a compiled function without the GIL, on every member.
 
         Returns when its work is done. A helper may still be on its way through it; it will claim nothing.
+
+        Raises:
+            Exception: what a member raised. The work is not done, and no member is at it when the next call begins.
         """
         phase = int(self._words[WORD]) >> TASK_BITS
-        for jobs in self._jobs:
-            jobs.put((kernel, self._words, phase, args))
-        kernel(self._words, phase, *args)
+        if self._unfinished or self._failures or self._process != os.getpid():
+            self._begin_anew()
+            phase = 0
+        self._unfinished = True
+        try:
+            for jobs in self._jobs:
+                jobs.put((kernel, self._words, phase, args))
+            kernel(self._words, phase, *args)
+        except BaseException:
+            self._words[WORD] = OVER
+            raise
+        if self._failures:
+            raise self._failures[0]
+        self._unfinished = False
+
+    def _gather(self) -> None:
+        self._process = os.getpid()
+        self._failures: list[BaseException] = []  # of helpers
+        self._words = np.zeros(32, np.int64)
+        self._jobs: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in range(self.threads - 1)]
+        self._helpers = [
+            threading.Thread(target=_help, args=(jobs, self._failures), name=f"kernels-{number}", daemon=True)
+            for number, jobs in enumerate(self._jobs, 1)
+        ]
+        for helper in self._helpers:
+            helper.start()
+        self._dismissal = weakref.finalize(self, _dismiss, self._jobs)
+
+    def _begin_anew(self) -> None:
+        """New words and helpers, once nobody is inside the call that ended early: its buffers are the next one's."""
+        if self._process == os.getpid():
+            self._dismissal()
+            for helper in self._helpers:
+                while helper.is_alive():
+                    self._words[WORD] = OVER  # more than once: whoever ends a phase opens the next
+                    helper.join(timeout=0.001)
+        else:
+            self._dismissal.detach()  # the helpers are the parent's, and so is what they wait for
+        self._gather()
+        self._unfinished = False
 
 
-def _help(jobs: SimpleQueue[Job | None]) -> None:
+def _help(jobs: SimpleQueue[Job | None], failures: list[BaseException]) -> None:
     while (job := jobs.get()) is not None:
         kernel, words, phase, args = job
-        kernel(words, phase, *args)
+        try:
+            kernel(words, phase, *args)
+        except BaseException as failure:
+            failures.append(failure)
+            words[WORD] = OVER  # what this member claimed will never be finished
+            return
         del job, kernel, words, phase, args  # what a step was given is not kept until the next one
 
 
