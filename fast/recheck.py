@@ -1,9 +1,10 @@
 """One request in so many is computed again, alone, when nothing else is open: its logits must be the same bits.
 
 While it runs among others each of its rows of logits leaves a digest. Later, on an idle engine, its prompt is
-prefilled by itself and its answer fed token by token, one forward a turn, into blocks that are nobody's; each row
-must have the digest that it had. Batch, neighbours, row, padding, chunks, cached prefixes, preemption and replay are
-all in the first run and none in the second. A new request ends the re-run at once. It knows no queue and no row.
+prefilled by itself in small parts and its answer fed token by token, one forward a turn, into blocks that are nobody's;
+each row must have the digest that it had. Batch, neighbours, row, padding, chunks, cached prefixes, preemption and
+replay are all in the first run and none in the second. A new request ends the re-run, and waits for one such forward
+at most. It knows no queue and no row.
 
 Gates: gates.recheck. Proof: tests/test_recheck.py. Story: invariance.
 """
@@ -23,6 +24,8 @@ from fast.cache import BatchedPagedKVCache
 from fast.model import Chunk
 from fast.rows import Sequence
 from gates.recheck import check_rerun_keeps_bits
+
+PART = 60  # prompt tokens of one forward: a tenth of a second, which a request that comes meanwhile has to wait
 
 
 @dataclass(slots=True)
@@ -94,12 +97,16 @@ class Recheck:
         if watched is None:
             return False
         sequence, prompt = watched.sequence, len(watched.sequence.request.prompt_ids)
-        if self._done == 0:
+        if not self._table.blocks:
             self._table.adopt(self._cache.allocator.allocate(-(-len(sequence.tokens) // self._cache.block_size)))
-        start, stop = (0, prompt) if self._done == 0 else (self._table.length, self._table.length + 1)
+        start = self._table.length
+        stop = min(prompt, start + PART) if start < prompt else start + 1
         self._table.advance(stop - start)
         chunk = Chunk(start, tuple(sequence.tokens[start:stop]), tuple(self._table.slots(0, stop)))
-        digest = _digest(self._forward.prefill([chunk], self._cache)[0])
+        logits = self._forward.prefill([chunk], self._cache)
+        if stop < prompt:
+            return True
+        digest = _digest(logits[0])
         token, wanted = self._done, watched.digests[self._done]
         self._done += 1
         over = self._done == len(watched.digests)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fast.engine import Engine
-from fast.recheck import Recheck
+from fast.recheck import PART, Recheck
 from gates import GateError
 from gates.recheck import check_rerun_keeps_bits
 from reference.request import Request, SamplingParams
@@ -51,7 +51,7 @@ def turns(made: Engine) -> int:
 def test_a_request_among_others_has_its_bits_alone(change: dict) -> None:
     made = engine()
     made.generate(requests(5, **change))
-    # The last that ended is kept; one forward for its prompt and one for each further token.
+    # The last that ended is kept; one forward for its short prompt and one for each further token.
     assert turns(made) == GREEDY.max_tokens
     assert made.stats()["rechecked"] == 1
 
@@ -87,6 +87,22 @@ def test_a_new_request_ends_the_rerun_and_its_blocks_are_free() -> None:
         made.step()
     assert turns(made) == GREEDY.max_tokens  # begun anew, for `late` is not watched
     assert made.cache.allocator.num_owned == 0
+
+
+@pytest.mark.parametrize("prompt", [PART - 1, PART, PART + 1, 2 * PART, 2 * PART + 1])
+def test_a_long_prompt_holds_a_new_request_up_for_a_part_of_it(prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine(num_blocks=24, max_model_len=144)
+    made.generate([Request(tuple(n % 40 + 1 for n in range(prompt)), GREEDY, "long")])
+    computed, prefill = [], made.forward.prefill
+    monkeypatch.setattr(
+        made.forward, "prefill", lambda chunks, cache: (computed.append(chunks), prefill(chunks, cache))[1]
+    )
+    parts = -(-prompt // PART)
+    assert turns(made) == parts + GREEDY.max_tokens - 1
+    assert made.stats()["rechecked"] == 1
+    sizes = [len(chunk.token_ids) for chunks in computed for chunk in chunks]
+    assert max(sizes) <= PART
+    assert sum(sizes) == prompt + GREEDY.max_tokens - 1
 
 
 def test_an_aborted_request_is_not_run_again() -> None:
