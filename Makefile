@@ -31,7 +31,7 @@ $(VENV)/.docs: $(VENV)/.dev
 
 venv: $(VENV)/.dev ## make the environment (.venv), once
 
-model: $(VENV)/.runtime
+model: $(VENV)/.runtime ## fetch and install the default model, once
 	$(PY) -m serve model get $(MODEL)
 
 serve: model ## serve the default model on 127.0.0.1:8000

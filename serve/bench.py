@@ -53,19 +53,37 @@ def bench(args: argparse.Namespace) -> int:
 
 def _serve_arguments(parser: argparse.ArgumentParser, *, default_model: str) -> None:
     add = parser.add_argument
-    add("--rates", type=_rates, default=(1.0, 2.0, 4.0, 8.0), metavar="1,2,4,8", help="requests a second")
-    add("--arms", type=_words, default=("eager", "graph", "no-compact"), metavar="A,B", help="ways to start the server")
+    add(
+        "--rates",
+        type=_rates,
+        default=(1.0, 2.0, 4.0, 8.0),
+        metavar="1,2,4,8",
+        help="requests a second; default: 1,2,4,8",
+    )
+    add(
+        "--arms",
+        type=_words,
+        default=("eager", "graph", "no-compact"),
+        metavar="A,B",
+        help="ways to start the server; default: eager,graph,no-compact",
+    )
     add("--dataset", default="synthetic", metavar="FILE", help="JSONL of prompt and max_tokens, or synthetic")
     add("--requests", type=integer(1), default=32, metavar="N", help="at each rate; default: 32")
     add("--prompt-tokens", type=integer(1), default=64, metavar="T", help="of a synthetic prompt; default: 64")
-    add("--gens", type=integers(1), default=(16, 32, 64, 128), metavar="16,32", help="answer lengths")
+    add(
+        "--gens",
+        type=integers(1),
+        default=(16, 32, 64, 128),
+        metavar="16,32",
+        help="answer lengths; default: 16,32,64,128",
+    )
     add("--seed", type=integer(0), default=0, help="of arrivals, prompts and lengths; default: 0")
     add("--slo-ttft-ms", type=integer(1), default=1000, metavar="MS", help="a good request's; default: 1000")
     add("--slo-itl-ms", type=integer(1), default=100, metavar="MS", help="a good request's mean; default: 100")
     add("--model", default=default_model, help=f"default: {default_model}")
     add("--max-batch-size", type=integer(1, 1024), default=32, metavar="R", help="rows; default: 32")
-    add("--max-model-len", type=integer(1), metavar="T")
-    add("--threads", type=integer(1, 1024), metavar="N", help="of each server")
+    add("--max-model-len", type=integer(1), metavar="T", help="tokens; default: what the model allows")
+    add("--threads", type=integer(1, 1024), metavar="N", help="of each server; default: physical cores")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -101,7 +119,13 @@ def _decode_arguments(parser: argparse.ArgumentParser, default_model: str) -> No
 
 
 def _prefill_arguments(parser: argparse.ArgumentParser, default_model: str) -> None:
-    parser.add_argument("--tokens", type=integers(1), default=(64, 512, 2048), metavar="64,512", help="prompt lengths")
+    parser.add_argument(
+        "--tokens",
+        type=integers(1),
+        default=(64, 512, 2048),
+        metavar="64,512",
+        help="prompt lengths; default: 64,512,2048",
+    )
     parser.add_argument("--rounds", type=integer(1), default=5, metavar="N", help="default: 5")
     _arm_arguments(parser, default_model)
 

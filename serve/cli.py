@@ -1,4 +1,4 @@
-"""The command line: `nanoserve serve | chat | generate | model | coverage | trace | bench`.
+"""The command line: `nanoserve serve | chat | generate | model | coverage | trace | learn | bench`.
 
 It reads arguments and names an engine; the work is in `serve.boot`, `serve.chat`, `serve.generate`, `serve.models` and
 `serve.fetch`, imported when a command needs them so that `--help` answers at once. A bad argument exits with 2 and a
@@ -85,17 +85,31 @@ def build_parser() -> argparse.ArgumentParser:
     add_trace_arguments(commands)
     add_learn_arguments(commands)
     add_bench_arguments(commands, default_model=DEFAULT_MODEL)
+    _describe(parser)
     return parser
 
 
-def _engine_arguments(parser: argparse.ArgumentParser) -> None:
+def _describe(parser: argparse.ArgumentParser) -> None:
+    """Let `COMMAND --help` begin with the sentence that the list of commands has for it."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            about = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for name, child in action.choices.items():
+                child.description = f"{about[name][0].upper()}{about[name][1:]}."
+                _describe(child)
+
+
+def _engine_arguments(whole: argparse.ArgumentParser) -> None:
+    parser = whole.add_argument_group("engine")
     parser.add_argument("--model", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
     parser.add_argument("--engine", choices=("fast", "reference"), default="fast", help="default: fast")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the fast engine; default: cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="what to compute in; halves need cuda")
     parser.add_argument("--max-batch-size", type=integer(1, 1024), default=32, metavar="R", help="rows; default: 32")
-    parser.add_argument("--block-size", type=integer(1, 1024), default=16, metavar="S", help="default: 16 tokens")
-    parser.add_argument("--kv-cache-memory", type=num_bytes, default=2**30, metavar="SIZE", help="default: 1GiB")
+    parser.add_argument("--block-size", type=integer(1, 1024), default=16, metavar="S", help="tokens; default: 16")
+    parser.add_argument(
+        "--kv-cache-memory", type=num_bytes, default=2**30, metavar="SIZE", help="of the pool; default: 1GiB"
+    )
     parser.add_argument("--max-model-len", type=integer(1), metavar="T", help="tokens; default: what the model allows")
     parser.add_argument(
         "--chunk-tokens",
@@ -118,12 +132,12 @@ def _engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="compute one request in N again, alone, while nothing else runs, and compare its logits bit for bit; "
         "0 is never; default: 64",
     )
-    _kernel_arguments(parser)
-    _decode_arguments(parser)
     trace_option(parser)
+    _kernel_arguments(whole.add_argument_group("kernels"))
+    _decode_arguments(whole.add_argument_group("recorded decode steps"))
 
 
-def _kernel_arguments(parser: argparse.ArgumentParser) -> None:
+def _kernel_arguments(parser: argparse._ArgumentGroup) -> None:
     add, on_off = parser.add_argument, argparse.BooleanOptionalAction
     add(
         "--kernels",
@@ -147,13 +161,14 @@ def _kernel_arguments(parser: argparse.ArgumentParser) -> None:
     add("--half-kv", action="store_true", help="keep K/V in half precision: twice the room, read in half the time")
 
 
-def _decode_arguments(parser: argparse.ArgumentParser) -> None:
+def _decode_arguments(parser: argparse._ArgumentGroup) -> None:
     add, on_off = parser.add_argument, argparse.BooleanOptionalAction
     add(
         "--cuda-graphs",
         action=on_off,
         default=True,
-        help="record every decode shape at start-up and replay it: CUDA graphs on a GPU, kept calls on a CPU",
+        help="record every decode shape at start-up and replay it: CUDA graphs on a GPU, kept calls on a CPU; "
+        "default: on",
     )
     add(
         "--persistent-batch",
@@ -174,73 +189,94 @@ def _decode_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _serve_arguments(parser: argparse.ArgumentParser) -> None:
-    _engine_arguments(parser)
+def _serve_arguments(whole: argparse.ArgumentParser) -> None:
+    _engine_arguments(whole)
+    parser = whole.add_argument_group("server")
     parser.add_argument(
         "--mixed-steps",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="compute prompt chunks and decoding rows in one forward; default: on",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
-    parser.add_argument("--port", type=integer(0, 65535), default=8000, help="default: 8000; 0 picks a free one")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
+    parser.add_argument(
+        "--port", type=integer(0, 65535), default=8000, metavar="N", help="default: 8000; 0 picks a free one"
+    )
     parser.add_argument("--served-model-name", metavar="NAME", help="what /v1/models says; default: the model's name")
     parser.add_argument("--access-log", action="store_true", help="one JSON line a request on stderr; no texts")
     parser.add_argument(
         "--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry spans there; needs nanoserve[otel]"
     )
-    add_limit_arguments(parser)
+    add_limit_arguments(whole.add_argument_group("limits"))
 
 
-def _sampling_arguments(parser: argparse.ArgumentParser, *, temperature: float, top_p: float) -> None:
+def _sampling_arguments(parser: argparse._ArgumentGroup, *, temperature: float, top_p: float) -> None:
     add = parser.add_argument
-    add("--temperature", type=number, default=temperature, help=f"0 is greedy; default: {temperature}")
-    add("--top-p", type=number, default=top_p, help=f"default: {top_p}")
-    add("--top-k", type=integer(0), default=0, help="default: 0, off")
-    add("--min-p", type=number, default=0.0, help="default: 0, off")
-    add("--seed", type=integer(*SEED_RANGE), help="the same seed gives the same tokens")
-    add("--repetition-penalty", type=number, default=1.0)
-    add("--presence-penalty", type=number, default=0.0)
-    add("--frequency-penalty", type=number, default=0.0)
+    add("--temperature", type=number, default=temperature, metavar="X", help=f"0 is greedy; default: {temperature}")
+    add("--top-p", type=number, default=top_p, metavar="X", help=f"keep this mass; default: {top_p}")
+    add("--top-k", type=integer(0), default=0, metavar="N", help="keep so many tokens; default: 0, off")
+    add("--min-p", type=number, default=0.0, metavar="X", help="least share of the best; default: 0, off")
+    add("--seed", type=integer(*SEED_RANGE), metavar="N", help="the same seed gives the same tokens")
+    said = "a token of the"
+    add(
+        "--repetition-penalty",
+        type=number,
+        default=1.0,
+        metavar="X",
+        help=f"on {said} prompt or answer; default: 1, off",
+    )
+    add("--presence-penalty", type=number, default=0.0, metavar="X", help=f"on {said} answer; default: 0, off")
+    add("--frequency-penalty", type=number, default=0.0, metavar="X", help="the same, for each time; default: 0, off")
 
 
-def _chat_arguments(parser: argparse.ArgumentParser) -> None:
-    _engine_arguments(parser)
+def _chat_arguments(whole: argparse.ArgumentParser) -> None:
+    _engine_arguments(whole)
     # One conversation has one row.
-    parser.set_defaults(max_batch_size=1)
+    whole.set_defaults(max_batch_size=1)
+    parser = whole.add_argument_group("answers")
     parser.add_argument("--system", metavar="TEXT", help="the system message (default: the model's own)")
-    parser.add_argument("--max-tokens", type=integer(1), help="of one answer; default: what the context still holds")
+    parser.add_argument(
+        "--max-tokens", type=integer(1), metavar="T", help="of one answer; default: what the context still holds"
+    )
     # What the default model's authors recommend.
     _sampling_arguments(parser, temperature=0.2, top_p=0.9)
 
 
-def _generate_arguments(parser: argparse.ArgumentParser) -> None:
-    _engine_arguments(parser)
-    parser.set_defaults(max_batch_size=1)
+def _generate_arguments(whole: argparse.ArgumentParser) -> None:
+    _engine_arguments(whole)
+    whole.set_defaults(max_batch_size=1)
+    parser = whole.add_argument_group("answer")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="encoded by the model's tokenizer")
     prompt.add_argument("--prompt-ids", type=integers(0), metavar="1,2,3", help="token ids, taken as they are")
-    parser.add_argument("--max-tokens", type=integer(1), default=128, help="default: 128")
+    parser.add_argument("--max-tokens", type=integer(1), default=128, metavar="T", help="default: 128")
     _sampling_arguments(parser, temperature=1.0, top_p=1.0)
-    parser.add_argument("--logit-bias", type=bias, action="append", default=[], metavar="ID:VALUE", help="repeatable")
+    parser.add_argument(
+        "--logit-bias",
+        type=bias,
+        action="append",
+        default=[],
+        metavar="ID:VALUE",
+        help="added to a token's logit; repeatable",
+    )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
-    parser.add_argument("--stop-token-ids", type=integers(0), default=(), metavar="1,2,3")
-    parser.add_argument("--min-tokens", type=integer(0), default=0)
-    parser.add_argument("--ignore-eos", action="store_true")
+    parser.add_argument("--stop-token-ids", type=integers(0), default=(), metavar="1,2,3", help="end at any of them")
+    parser.add_argument("--min-tokens", type=integer(0), default=0, metavar="T", help="do not end before; default: 0")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's end")
     parser.add_argument("--json", action="store_true", help="print one JSON object, last, instead of the text")
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     get = actions.add_parser("get", help="fetch, verify and install a model", allow_abbrev=False)
-    get.add_argument("name", metavar="NAME", help=", ".join(CATALOGUE))
+    get.add_argument("name", metavar="NAME", help=f"one of: {', '.join(CATALOGUE)}")
     get.add_argument("--verify", action="store_true", help="check every byte of an installed model")
     actions.add_parser("list", help="what is installed, and what can be fetched", allow_abbrev=False)
     path = actions.add_parser("path", help="print the folder of an installed model", allow_abbrev=False)
-    path.add_argument("name", metavar="NAME")
+    path.add_argument("name", metavar="NAME", help="as `model list` has it")
     convert = actions.add_parser("convert", help="turn a .gguf file into a Hugging Face folder", allow_abbrev=False)
-    convert.add_argument("file", type=Path, metavar="FILE.gguf")
-    convert.add_argument("out", type=Path, metavar="OUT_DIR")
+    convert.add_argument("file", type=Path, metavar="FILE.gguf", help="the file to read")
+    convert.add_argument("out", type=Path, metavar="OUT_DIR", help="the folder to make")
     convert.add_argument("--dtype", choices=DTYPES[:3], default="float16", help="default: float16")
 
 
@@ -249,7 +285,7 @@ def _coverage_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=integer(1), required=True, metavar="Q", help="requests, all there at once")
     parser.add_argument("--gens", type=integers(1), required=True, metavar="4,8", help="answer lengths, round robin")
     parser.add_argument("--prompt-tokens", type=integer(1), default=4, metavar="T", help="default: 4")
-    parser.add_argument("--compact-rows", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--compact-rows", action=argparse.BooleanOptionalAction, default=True, help="default: on")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -42,7 +42,7 @@ def learn(args: argparse.Namespace) -> int:
             print(f"{lesson.day:>3}  {lesson.subject:<22}{lesson.path} {lesson.name}")
         return 0
     if args.day not in lessons:
-        raise UsageError(f"day: {args.day} has no exercise; there are {', '.join(map(str, lessons))}")
+        raise UsageError(f"day: {args.day} has no exercise; there are {min(lessons)}..{max(lessons)}")
     lesson = lessons[args.day]
     file = args.file or Path("learn") / f"day{args.day:02d}.py"
     if args.solution:
@@ -53,13 +53,13 @@ def learn(args: argparse.Namespace) -> int:
 
 def _lessons() -> dict[int, Any]:
     if not (ROOT / "tests" / "lessons").is_dir():
-        raise UsageError("learn: the exercises are in a checkout of the repository, this is an installed copy")
+        raise UsageError("the exercises are in a checkout of the repository, this is an installed copy")
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     try:
         rooms = [importlib.import_module(f"tests.lessons.{room}") for room in ("whiteboard", "path", "edge")]
     except ModuleNotFoundError as missing:
-        raise UsageError(f"learn: needs the test tools ({missing.name}); `make venv` installs them") from None
+        raise UsageError(f"needs the test tools ({missing.name}); `make venv` installs them") from None
     return {lesson.day: lesson for room in rooms for lesson in room.LESSONS}
 
 

@@ -33,7 +33,7 @@ class ServerLimits:
     allow_origins: tuple[str, ...] = ()  # origins of web pages that may call; `*` is every one
 
 
-def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
+def add_limit_arguments(parser: argparse._ArgumentGroup) -> None:
     """The options of `nanoserve serve` that `limits_from` reads."""
     add, default = parser.add_argument, ServerLimits()
     add(

@@ -47,7 +47,7 @@ class Recorded(Protocol):
         """Limits, switches and memory plan."""
 
 
-def trace_option(parser: argparse.ArgumentParser) -> None:
+def trace_option(parser: argparse._ArgumentGroup) -> None:
     """Add `--trace FILE`, for every command that runs an engine."""
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write every engine step to FILE as a JSON line")
 

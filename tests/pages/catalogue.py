@@ -59,8 +59,7 @@ def museum_page() -> str:
             lines += [f"{exhibit.story} Reported in: {_thread(exhibit.thread)}.", ""]
             lines += diff(exhibit.edits)
             levels = ((level, getattr(exhibit, level)) for level in ("full", "cheap", "off"))
-            lines += ["| gates | noticed by |", "| --- | --- |"]
-            lines += [f"| {level} | {_noticed(by)} |" for level, by in levels] + [""]
+            lines += ["Noticed by: " + " · ".join(f"{level}: {_noticed(by)}" for level, by in levels), ""]
     return "\n".join(lines)
 
 
@@ -84,10 +83,15 @@ def cli_page() -> str:
 
     lines: list[str] = []
     for words, parser, about in _commands(build_parser(), ("nanoserve",)):
-        lines += [f"## `{' '.join(words)}` {{#{'-'.join(words[1:])}}}", "", f"{about}.", ""]
-        rows = [row for action in parser._actions if (row := _argument(action))]
-        if rows:
-            lines += ["| argument | values | meaning |", "| --- | --- | --- |", *rows, ""]
+        lines += [f"## `{' '.join(words)}` {{#{'-'.join(words[1:])}}}", "", f"{about[0].upper()}{about[1:]}.", ""]
+        for group in parser._action_groups:
+            rows = [row for action in group._group_actions if (row := _argument(action))]
+            named = (
+                [f"**{str(group.title).capitalize()}**", ""]
+                if group not in (parser._positionals, parser._optionals)
+                else []
+            )
+            lines += [*named, "| argument | values | meaning |", "| --- | --- | --- |", *rows, ""] if rows else []
     return "\n".join(lines)
 
 

@@ -156,7 +156,8 @@ def _src(words: str, up: str) -> str:
     path, _, name = words.strip().partition(" ")
     if not name:
         return f'<a href="{up}{source_url(path)}"><code>{path}</code></a>'
-    return f'<a href="{up}{source_url(path, region(path, name).first)}"><code>{name}</code></a>'
+    shown = name.replace("__", "&#95;&#95;")  # Markdown would set what two underlines enclose in bold
+    return f'<a href="{up}{source_url(path, region(path, name).first)}"><code>{shown}</code></a>'
 
 
 def _cell(text: str) -> str:
