@@ -23,6 +23,7 @@ from serve.stream import EventStream, sse
 FRAME_SECONDS = 0.08
 MAX_VIEWERS = 16
 VIEWER_FRAMES = 4  # offered and not yet sent to one viewer
+MIXED = "mixed step"  # the engine's reason for rows that one forward computes with prompts; no decode step
 FRAME_STEPS = 64  # told one by one in a frame; of more, the newest
 
 
@@ -59,7 +60,8 @@ class Picture:
         if record.decode_rows:
             self._bucket = record.bucket
             rows, width = record.bucket or (0, 0)
-            self.buckets[rows, width, record.replayed] += 1
+            if record.reason != MIXED:
+                self.buckets[rows, width, record.replayed] += 1
         self.steps.append(_told(record, ended=len(ended)))
 
     def frame(self, stats: Mapping[str, Any]) -> dict[str, Any]:

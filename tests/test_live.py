@@ -125,6 +125,19 @@ def test_tokens_counts_moves_and_buckets_are_told():
     assert picture.frame(engine.stats())["steps"] == []
 
 
+def test_a_step_that_also_computes_a_prompt_is_in_no_bucket():
+    engine, picture = small_engine(bucket_decode=True), Picture(num_blocks=24)
+    engine.mixed_steps = True
+    engine.watch_steps(picture.add)
+    for name in ("a", "b"):
+        submit(engine, name, gen=6)
+        engine.step()
+    engine.step()
+    frame = picture.frame(engine.stats())
+    assert [(step["prefills"], step["decode"]) for step in frame["steps"]] == [(1, 0), (1, 1), (0, 2)]
+    assert sum(eager for *_, eager in frame["buckets"]) == 1 == frame["totals"]["decode_steps"]
+
+
 def test_frames_arrive_over_http_and_recording_ends_with_the_last_viewer():
     engine = small_engine(compact_rows=True)
     with serving(Slow(engine)) as served:
