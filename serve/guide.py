@@ -24,6 +24,7 @@ import numpy as np
 from reference.request import Allowed
 from reference.tokenizer import Tokenizer
 
+FIELDS = ("response_format", "structured_outputs", "tools")  # of a request, that a guide is made of
 KINDS = ("json_schema", "regex", "grammar", "lark")
 MAX_SOURCE = 128 * 1024  # characters; llguidance bounds the work of a grammar by itself, this bounds its reading
 # The whitespace of `json.dumps`. With free whitespace a small model may go on writing spaces for ever.
@@ -68,12 +69,12 @@ class Guides:
             else:
                 text = grammar_from(spec.kind, spec.source)  # type: ignore[arg-type]
         except ValueError as error:
-            raise ValueError(f"{spec.field}: {_first_line(str(error))}") from None
+            raise ValueError(f"{spec.field}: {_reason(str(error))}") from None
         matcher = LLMatcher(self._words(), text, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if not matcher.is_error():
             matcher.compute_bitmask()  # some limits show only at the first mask
         if matcher.is_error():
-            raise ValueError(f"{spec.field}: {_first_line(matcher.get_error())}")
+            raise ValueError(f"{spec.field}: {_reason(matcher.get_error())}")
         return Grammar(spec, matcher, num_tokens=self._tokenizer.vocab_size, pool=self._pool)
 
     def _words(self) -> Any:
@@ -97,7 +98,8 @@ class Grammar:
     def start(self, *, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarState:
         """The state before the first token."""
         width = min(vocab_size, self._num_tokens)
-        return GrammarState(self._matcher.deep_copy(), self._pool, width, vocab_size, tuple(eos_token_ids))
+        ends = tuple(eos_token_ids)
+        return GrammarState(self._matcher.deep_copy(), self._pool, width, vocab_size, ends, field=self.spec.field)
 
     def describe(self) -> dict[str, str]:
         """Its kind and its source."""
@@ -108,9 +110,17 @@ class GrammarState:
     """A `GuideState` of `reference.request`; called by one thread, works in another."""
 
     def __init__(
-        self, matcher: Any, pool: ThreadPoolExecutor, width: int, vocab_size: int, eos_token_ids: tuple[int, ...]
+        self,
+        matcher: Any,
+        pool: ThreadPoolExecutor,
+        width: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        *,
+        field: str,
     ) -> None:
-        """`width` ids of the `vocab_size` have text; the others are never allowed."""
+        """`width` ids of the `vocab_size` have text; the others are never allowed. An error begins with `field`."""
+        self._field = field
         self._matcher = matcher
         self._pool = pool
         self._width, self._vocab_size, self._eos = width, vocab_size, eos_token_ids
@@ -133,7 +143,7 @@ class GrammarState:
         ids = np.zeros(self._vocab_size, np.bool_)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            return Allowed(ids, error=f"guide: {_first_line(self._matcher.get_error())}")
+            return Allowed(ids, error=f"{self._field}: {_reason(self._matcher.get_error())}")
         if not self._matcher.is_stopped():
             ids[: self._width] = np.unpackbits(bits, count=self._width, bitorder="little")
         ids[[*self._eos]] = False
@@ -189,10 +199,19 @@ def schema_spec(schema: Any, *, field: str) -> GuideSpec:
 
 def choice_spec(choices: Sequence[str], *, field: str) -> GuideSpec:
     """The spec of one of several strings."""
-    return GuideSpec(
-        "lark", "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices), field
-    )
+    return GuideSpec("lark", "start: " + " | ".join(map(_quoted, choices)), field)
 
 
-def _first_line(text: str) -> str:
-    return text.strip().split("\n", 1)[0][:300]
+def _quoted(text: str) -> str:
+    """A string of a grammar; its lexer takes every character as it is but those that JSON escapes, and DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _reason(text: str) -> str:
+    """What llguidance complains of in one line, in words where it gives a bare name."""
+    first, *more = text.strip().split("\n")
+    if first.startswith("NoExtension"):
+        return "no text can keep to it"
+    if first.endswith("parse error:"):
+        first += next((" " + line.removeprefix("error: ") for line in more if line.startswith("error: ")), "")
+    return first[:300]

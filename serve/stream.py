@@ -18,7 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from gates.stream import check_all_answers_ended
 from serve.answer import Answer, AnswerFailed, Piece
-from serve.errors import ApiError, engine_failed, internal_error
+from serve.errors import ApiError, bad_request, engine_failed, internal_error
+from serve.guide import FIELDS
 from serve.ticket import Ticket
 
 log = logging.getLogger("nanoserve")
@@ -48,7 +49,7 @@ async def pieces(ticket: Ticket, answers: Sequence[Answer]) -> AsyncIterator[lis
             try:
                 piece = answer.push(event)
             except AnswerFailed as error:
-                raise engine_failed(str(error)) from None
+                raise _given_up(str(error)) from None
             if piece.finish_reason is not None:
                 num_open -= 1
                 ticket.finish(index)
@@ -136,6 +137,12 @@ class EventStream(Response):
 def sse(data: bytes) -> bytes:
     """One event; `data` holds no line break, since JSON escapes them."""
     return b"data: " + data + b"\n\n"
+
+
+def _given_up(reason: str) -> ApiError:
+    """A shape that turned out too much to keep to is the request's fault, whatever else is the engine's."""
+    field = reason.partition(":")[0]
+    return bad_request(reason, param=field) if field in FIELDS else engine_failed(reason)
 
 
 async def _gone(receive: Receive) -> None:

@@ -278,6 +278,8 @@ def served() -> Iterator[Served]:
         ("structured_outputs", {"regex": 5}, "regex"),
         ("structured_outputs", {"choice": []}, "choice"),
         ("structured_outputs", {"choice": ["a"] * 2000}, "2000"),
+        ("structured_outputs", {"regex": "a(?=b)"}, "look-around"),
+        ("structured_outputs", {"regex": "[^\\s\\S]"}, "no text can keep to it"),
         ("structured_outputs", {"grammar": "start: nowhere"}, "nowhere"),
         ("structured_outputs", {"grammar": "x" * 200_000}, "200000"),
         ("structured_outputs", {"json": "{"}, "not JSON"),
@@ -292,6 +294,23 @@ def test_a_shape_that_cannot_be_kept_is_refused_by_name(served: Served, field: s
         assert (reply.status_code, error["param"]) == (400, field)
         assert error["message"].startswith(field)
         assert words in error["message"]
+
+
+@pytest.mark.parametrize("kind", ["reference", "fast"])
+def test_a_shape_that_turns_out_too_much_is_the_requests_fault(kind: str):
+    wide = {"grammar": "start: " + " | ".join(f'"w{i}"' for i in range(5000))}  # a limit that the second mask meets
+    with serving(make_engine(kind)) as served:
+        error = served.post(prompt="x", structured_outputs=wide).json()["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", "structured_outputs")
+        assert json.loads(served.events(prompt="x", structured_outputs=wide)[-2]) == {"error": error}
+        assert served.post(prompt="x", max_tokens=2).status_code == 200
+
+
+def test_a_choice_may_hold_any_character():
+    with serving(make_engine("fast")) as served:
+        for text in ("\x00\x01\x1f\x7f\x80", '\\ "\n\t/', "\u2028\ufeff😀"):
+            reply = served.post(prompt="x", structured_outputs={"choice": [text]}, max_tokens=30)
+            assert reply.json()["choices"][0]["text"] == text
 
 
 def test_two_shapes_or_no_end_are_refused(served: Served):
