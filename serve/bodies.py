@@ -9,20 +9,17 @@ Proof: tests/test_http_cases.py. Story: limits.
 from __future__ import annotations
 
 import asyncio
-import json
-import re
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from serve.errors import ApiError, bad_request, from_validation_error, shown
 from serve.messages import Body
+from serve.nested import GivenTwice, parse
 from serve.stream import ClientGone
 
 B = TypeVar("B", bound=Body)
-
-HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # JSON can spell half a surrogate pair, which UTF-8 cannot hold
 
 
 async def read_body(request: Request, kind: type[B], *, max_bytes: int, timeout_s: float) -> B:
@@ -45,7 +42,8 @@ async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> An
     """The body as JSON in UTF-8, whatever its content-type says.
 
     Raises:
-        ApiError: 400 when it is not JSON, 413 when it is longer than `max_bytes`, 408 when it takes too long to come.
+        ApiError: 400 when it is not JSON or cannot be held, 413 when it is longer than `max_bytes`, 408 when it takes
+            too long to come.
         ClientGone: the client left before the body's end.
     """
     try:
@@ -56,17 +54,13 @@ async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> An
     except ClientDisconnect:
         raise ClientGone from None
     try:
-        text = data.decode("utf-8")
-        value = json.loads(text, parse_constant=_refuse_constant)
-        if HALF_PAIR.search(text):
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        return value
-    except UnicodeEncodeError:
-        raise bad_request("body: a lone surrogate is not a character") from None
+        return parse(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise bad_request(f"body: not UTF-8, byte {error.start} is {data[error.start]:#04x}") from None
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"body: not JSON: {error}") from None
+    except GivenTwice as error:
+        raise bad_request(str(error), param=error.name) from None
+    except ValueError as error:
+        raise bad_request(f"body: {error}") from None
 
 
 async def _collect(request: Request, max_bytes: int) -> bytearray:
@@ -80,7 +74,3 @@ async def _collect(request: Request, max_bytes: int) -> bytearray:
         if len(data) > max_bytes:
             raise too_large
     return data
-
-
-def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not a JSON number")

@@ -9,12 +9,12 @@ Proof: tests/test_guide.py. Story: guide.
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 from pydantic import PlainValidator
 
 from serve.guide import GuideSpec, choice_spec, schema_spec
+from serve.nested import parse
 
 MAX_CHOICES = 1000
 ANY_OBJECT = {"type": "object"}
@@ -75,6 +75,6 @@ def _parsed(schema: dict[str, Any] | str) -> Any:
     if isinstance(schema, dict):
         return schema
     try:
-        return json.loads(schema)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"json is not JSON: {error}") from None
+        return parse(schema)
+    except ValueError as error:
+        raise ValueError(f"json is refused: {error}") from None

@@ -9,10 +9,11 @@ Proof: tests/test_http_cases.py, tests/test_tools.py. Story: app.
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+
+from serve.nested import parse
 
 
 def checked_content(value: Any) -> str | None:
@@ -33,10 +34,7 @@ def checked_content(value: Any) -> str | None:
 
 def checked_arguments(value: Any) -> dict[str, Any]:
     """A call's arguments, an object that OpenAI spells as a string."""
-    try:
-        arguments = json.loads(value) if isinstance(value, str) else None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from None
+    arguments = parse(value) if isinstance(value, str) else None
     if not isinstance(arguments, dict):
         raise ValueError("not a string that holds a JSON object")
     return arguments
@@ -56,7 +54,8 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         for name, harmless in cls.not_supported.items():
-            if name in data and data[name] not in harmless:
+            # JSON's 0 is not its false, though Python takes them for equal.
+            if name in data and not any(type(data[name]) is type(value) and data[name] == value for value in harmless):
                 raise ValueError(f"{name}: not supported by this server; leave it out")
         return {name: value for name, value in data.items() if name not in cls.not_supported}
 

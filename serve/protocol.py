@@ -22,6 +22,7 @@ from serve.messages import Body, Message, NamedTool, Tool
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_STOPS = 4
+MAX_SALT = 256  # characters; it is hashed with every block of a prompt
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")
 
 Prompt = str | list[str] | list[int] | list[list[int]]
@@ -98,7 +99,7 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     structured_outputs: Structure = None
     priority: int | None = None
-    cache_salt: str | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT)] | None = None
     # Ours: false keeps a prompt out of the cache that prompts share.
     prefix_cache: bool | None = None
 

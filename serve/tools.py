@@ -92,6 +92,7 @@ class CallParser:
         self._use = use
         self._text = ""  # not decided yet
         self._inside = False
+        self._sought = 0  # closing marks before this character are known to stand in a string
         self._only_text = False  # a Llama answer that did not begin as a call
         self.calls: list[ToolCall] = []
 
@@ -117,9 +118,10 @@ class CallParser:
         said = ""
         while True:
             if self._inside:
-                before, close, after = self._text.partition(CLOSE)
-                if not close:
+                end = self._end_of_call()
+                if end is None:
                     return said
+                before, after = self._text[:end], self._text[end + len(CLOSE) :]
                 call = _call_of(before.strip(), self._use)
                 self.calls += [call] if call else []
                 said += "" if call else OPEN + before + CLOSE
@@ -132,6 +134,15 @@ class CallParser:
                     return said
                 said += before.rstrip()  # white space around a call belongs to it
                 self._text, self._inside = after, True
+
+    def _end_of_call(self) -> int | None:
+        """Where the closing mark begins; one inside a string of the call is a word like any other."""
+        while (end := self._text.find(CLOSE, self._sought)) >= 0:
+            if not _in_string(self._text[:end]):
+                self._sought = 0
+                return end
+            self._sought = end + 1
+        return None
 
     def _llama(self) -> str:
         head = self._text.lstrip()
@@ -152,6 +163,17 @@ def _hermes(body: str, choice: Any, parallel: bool) -> list[str]:
 
 def _llama(body: str, choice: Any) -> list[str]:
     return [f"start: {body}"] if choice != "auto" else [f"start: FREE | {body}", r"FREE: /[^{\s](?s:.*)/"]
+
+
+def _in_string(text: str) -> bool:
+    """True of JSON that breaks off within a string."""
+    try:
+        json.loads(text.strip())
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        pass
+    return False
 
 
 def _withheld(text: str) -> int:

@@ -555,6 +555,15 @@ def test_a_body_that_cannot_be_read_is_a_400(served: Served, body: bytes):
         refused(reply)
 
 
+@pytest.mark.parametrize(
+    ("doubled", "name"),
+    [(b'"seed": 1, "seed": 1', "seed"), (b'"logit_bias": {"7": 1, "7": 2}', "7"), (b'"a": {}, "\\u0061": 1', "a")],
+)
+def test_a_field_given_twice_is_refused_by_name(served: Served, doubled: bytes, name: str):
+    reply = served.http.post("/v1/completions", content=GOOD[:-1] + b", " + doubled + b"}")
+    assert "more than once" in refused(reply, param=name)
+
+
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
 def test_a_body_is_read_as_json_whatever_its_content_type(served: Served, kind: str | None):
     headers = {} if kind is None else {"content-type": kind}
@@ -613,6 +622,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("cache_salt", 5, "5"),
     ("prefix_cache", "no", "'no'"),
     ("guided_json", {}, "unknown field"),
+    ("cache_salt", "x" * 257, "at most 256"),
     ("messages", [], "unknown field"),
 ]
 
@@ -633,6 +643,7 @@ WRONG_CHAT: list[tuple[str, Any]] = [
     ("modalities", ["text", "audio"]),
     ("prediction", {"type": "content", "content": "x"}),
     ("store", True),
+    ("store", 0),
     ("service_tier", "flex"),
     ("web_search_options", {}),
     ("reasoning_effort", "low"),

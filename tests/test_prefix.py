@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,9 @@ from gates.prefix import (
     check_writes_private,
 )
 from reference.request import Request, SamplingParams
-from tests.harness import lockstep, tiny_engine
+from reference.weights import random_weights
+from tests.harness import lockstep, tiny_config, tiny_engine
+from tests.server import BOS, EOS, VOCAB, serving
 from tests.traces import ALL_ON, Arrival, Trace
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -98,6 +101,33 @@ def test_a_request_that_opts_out_or_has_another_salt_finds_and_leaves_nothing():
         Request((1,), cache_salt=3)
     with pytest.raises(ValueError, match="prefix_cache: 'no' is not true or false"):
         Request((1,), prefix_cache="no")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_with_a_salt_of_its_own_learns_of_no_other_prompt(path: str):
+    words = "a word of company " * 4
+    asks = {"prompt": words} if "chat" not in path else {"messages": [{"role": "user", "content": words}]}
+    config = tiny_config(vocab_size=VOCAB, bos_token_id=BOS, eos_token_ids=(EOS,))
+    sizes = SIZES | {"num_blocks": 64, "max_model_len": 256}
+    with serving(Engine.build(config, random_weights(config, seed=3), **sizes)) as served:
+
+        def found(**fields) -> tuple[list, int]:
+            reply = served.post(path, max_tokens=3, temperature=0, **asks, **fields).json()
+            cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+            streamed = json.loads(
+                served.events(path, max_tokens=3, prefix_cache=False, stream_options={"include_usage": True}, **asks)[
+                    -2
+                ]
+            )
+            assert streamed["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            return reply["choices"], cached
+
+        plain, none = found(prefix_cache=False)
+        assert none == 0
+        assert [found(cache_salt=salt) for salt in ("ours", "theirs", None)] == [(plain, 0)] * 3
+        whole = found(cache_salt="ours")[1]
+        assert whole >= 64
+        assert [found(), found(cache_salt="theirs"), found(prefix_cache=False)] == [(plain, whole)] * 2 + [(plain, 0)]
 
 
 def test_the_cache_is_off_unless_it_is_asked_for():

@@ -102,6 +102,51 @@ def test_calls_are_read_out_of_the_answer(said: str, template: str, expected: An
             assert whole(running, **body) == streamed(running, **body) == expected
 
 
+def test_the_closing_mark_inside_a_string_ends_no_call():
+    arguments = {"city": "a </tool_call> b", "days": "</tool_call>"}
+    said = f"<tool_call>{json.dumps({'name': 'weather', 'arguments': arguments})}</tool_call>"
+    with serving(*speaking(said)) as running:
+        for read in (whole, streamed):
+            assert read(running, tools=[WEATHER]) == ("", [("weather", arguments)], "tool_calls")
+
+
+NESTED = {
+    "half a pair": '{"x": "\\ud83d"}',
+    "NaN": '{"x": NaN}',
+    "twice": '{"x": 1, "x": 2}',
+    "deep": '{"x":' * 400 + "1" + "}" * 400,
+}
+
+
+@pytest.mark.parametrize("arguments", NESTED.values(), ids=NESTED.keys())
+def test_json_in_a_string_is_read_as_strictly_as_the_body(arguments: str):
+    call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
+    turns = [*ASK, {"role": "assistant", "tool_calls": [call]}, *ASK]
+    with serving(*speaking("x")) as running:
+        for path, body in (
+            (CHAT, {"messages": turns}),
+            ("/tokenize", {"messages": turns}),
+            (CHAT, {"messages": ASK, "structured_outputs": {"json": arguments}}),
+        ):
+            reply = running.post(path, **body)
+            field = "messages" if body["messages"] == turns else "structured_outputs"
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, field), reply.text
+
+
+@pytest.mark.parametrize("depth", [90, 110, 900])
+def test_a_body_has_a_depth_that_templates_and_grammars_can_follow(depth: int):
+    parameters: dict[str, Any] = {}
+    for _ in range(depth):
+        parameters = {"properties": {}, "x": parameters}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with serving(*speaking("x")) as running:
+        for path in (CHAT, "/tokenize"):
+            reply = running.post(path, messages=ASK, tools=[tool])
+            told = "length limit" if depth < 100 else "nested more than 100 levels deep"
+            assert reply.status_code == 200 or told in reply.json()["error"]["message"]
+            assert reply.status_code == 400 or depth < 100
+
+
 def test_a_cut_call_is_no_call_and_its_length_is_told():
     with serving(*speaking(f"<tool_call>{CALL}</tool_call>")) as running:
         for answer in (whole, streamed):
@@ -242,7 +287,23 @@ def test_the_form_of_a_call_is_told_by_the_template(template: str, special: tupl
 
 # ---- any order --------------------------------------------------------------------------------------------------
 
-PARTS = ["<tool_call>", "</tool_call>", CALL, TIME, "<tool", "call>", " ", "\n", "text", "{", "}", ";", '{"name": 1}']
+PARTS = [
+    "<tool_call>",
+    "</tool_call>",
+    '"',
+    '{"name": "weather", "arguments": {"city": "',
+    CALL,
+    TIME,
+    "<tool",
+    "call>",
+    " ",
+    "\n",
+    "text",
+    "{",
+    "}",
+    ";",
+    '{"name": 1}',
+]
 
 
 @given(parts=st.lists(st.sampled_from(PARTS), max_size=9), cuts=st.lists(st.integers(1, 9)), llama=st.booleans())
