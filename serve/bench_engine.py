@@ -175,10 +175,13 @@ def _reference_answer(args: argparse.Namespace, plan: Plan, threads: int | None)
 
 
 def _as_served(args: argparse.Namespace, plan: Plan, engine: str, threads: int | None) -> argparse.Namespace:
-    """The arguments with which `serve` would build this arm; the pool holds the largest batch and no more."""
+    """The arguments with which `serve` would build this arm; the pool holds the largest batch and no more.
+
+    But nothing is found again: what was computed in another round, or for a shorter prompt, would not be timed.
+    """
     from serve.cli import build_parser
 
-    options = ["--model", args.model, "--engine", engine, "--kv-cache-memory", ROOM]
+    options = ["--model", args.model, "--engine", engine, "--kv-cache-memory", ROOM, "--no-prefix-cache"]
     options += ["--max-batch-size", str(max(plan.max_rows, CHECKED_ROWS)), "--max-model-len", str(plan.longest)]
     if plan.kind == "decode":  # all prompts in one step, so that the rows start, and end, together
         options += ["--chunk-tokens", str(max(plan.max_rows * plan.prompt_tokens, CHECKED_ROWS * CHECKED_PROMPT))]
@@ -207,7 +210,6 @@ def _check_answer(arm: Arm, wanted: list[list[int]], config: ModelConfig, *, exa
 def _take_turn(arm: Arm, plan: Plan, config: ModelConfig) -> None:
     """One round of one arm."""
     for tokens in plan.prefills:
-        # Another prompt each round: none may find what an earlier one left.
         *_, prompt = prompts_of(len(arm.prefill.get(tokens, ())) + 1, tokens, vocab_size=config.vocab_size)
         arm.prefill.setdefault(tokens, []).append(prefill_seconds(arm.engine, prompt))
     for rows in plan.batches if plan.kind == "decode" else ():

@@ -134,7 +134,12 @@ def decode_steps(engine: Engine, prompts: Sequence[Prompt], *, new_tokens: int, 
 
 
 def prefill_seconds(engine: Engine, prompt: Prompt, *, clock: Clock = time.perf_counter) -> float:
-    """From submit to the first token of one prompt alone, gates at `cheap`; the engine is idle afterwards."""
+    """From submit to the first token of one prompt alone, gates at `cheap`; the engine is idle afterwards.
+
+    Raises:
+        RuntimeError: a part of the prompt was not computed but found in a cache, so that its time says nothing.
+    """
+    computed = engine.stats().get("prefill_tokens")
     (request,) = greedy_requests([prompt], new_tokens=1)
     events: list[Event] = []
     begin = clock()
@@ -145,6 +150,8 @@ def prefill_seconds(engine: Engine, prompt: Prompt, *, clock: Clock = time.perf_
     seconds = clock() - begin
     while engine.has_work:
         engine.step()
+    if computed is not None and (new := engine.stats()["prefill_tokens"] - computed) != len(prompt):
+        raise RuntimeError(f"{len(prompt)} prompt tokens: {new} were computed, the others were found")
     return seconds
 
 

@@ -187,9 +187,9 @@ def test_decode_tells_every_field_and_arms_take_turns(monkeypatch: pytest.Monkey
 
 def test_prefill_prints_one_json_object(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench_engine.measure, "__kwdefaults__", {"rates": lambda: RATES})
-    assert main(["bench", "prefill", *TINY_RUN, "--tokens", "3,40", "--no-kernels", "--json"]) == 0
+    assert main(["bench", "prefill", *TINY_RUN, "--tokens", "3,17,40", "--no-kernels", "--json"]) == 0
     (arm,) = json.loads(capsys.readouterr().out)["arms"]
-    assert [row["tokens"] for row in arm["prefill"]] == [3, 40]
+    assert [row["tokens"] for row in arm["prefill"]] == [3, 17, 40]
     assert all(row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"]) for row in arm["prefill"])
     assert arm["backend"]["name"] == "torch"
 
@@ -240,6 +240,15 @@ def test_a_step_that_computes_a_part_of_a_prompt_is_no_decode_step():
     # Row 1's 20 tokens come in three parts and more while row 0 decodes; from then on every step has both rows.
     steps = decode_steps(engine, prompts_of(2, 20, vocab_size=200), new_tokens=20, watch=watch)
     assert [step.tokens for step in steps[:10]] == [2] * 10
+
+
+def test_a_prompt_that_was_found_is_not_timed():
+    sizes = {"max_batch_size": 1, "max_model_len": 96}
+    engine = build_engine(load_model("tiny-random"), **sizes, prefix_cache=True)
+    (short,), (long,) = (prompts_of(1, tokens, vocab_size=200) for tokens in (17, 40))
+    prefill_seconds(engine, short)
+    with pytest.raises(RuntimeError, match="40 prompt tokens: 24 were computed, the others were found"):
+        prefill_seconds(engine, long)
 
 
 def test_an_engine_without_a_forward_cannot_be_watched():

@@ -23,6 +23,7 @@ class Nanoserve:
         options = ["--model", job.model, "--threads", str(job.threads), "--max-batch-size", str(job.rows)]
         options += ["--max-model-len", str(job.max_tokens), "--kv-cache-memory", "1TiB"]
         options += ["--chunk-tokens", str(BATCHED_TOKENS)]
+        options += ["--no-prefix-cache"]  # as the other engines: a prompt that comes again is computed again
         options += ["--half-kv"] * (job.options.get("kv") == "float16")
         _, engine = boot(build_parser().parse_args(["serve", *options]))
         self.engine: Engine = engine
