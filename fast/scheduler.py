@@ -279,13 +279,15 @@ class Scheduler:
         for place, row in enumerate(waiting):
             sequence, table = self.running[row], self.cache.tables[row]
             if sequence.prefix is not None:
-                begun = table.length % size
-                found = [] if begun else prefix.match(sequence.prefix, sequence.tokens)[table.length // size :]
-                if found:
-                    self.cache.share_row(row, found)
-                    sequence.found += len(found) * size
+                at, begun = divmod(table.length, size)
+                found = [] if begun else prefix.match(sequence.prefix, sequence.tokens)
+                # Whoever holds a published block holds those before it, or they would be given up under it.
+                apart = begun or found[:at] != table.blocks[:at]
+                if not apart and found[at:]:
+                    self.cache.share_row(row, found[at:])
+                    sequence.found += len(found[at:]) * size
                 at, names = table.length // size, prefix.names(sequence.prefix, sequence.tokens)
-                if not begun and at < (len(sequence.tokens) - 1) // size and names[at] in computing:
+                if not apart and at < (len(sequence.tokens) - 1) // size and names[at] in computing:
                     behind[place] = computing[names[at]]
                     continue
                 computing.update((name, place) for name in names[at:] if name not in computing)

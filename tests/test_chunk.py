@@ -110,6 +110,12 @@ def test_a_short_prompt_is_not_starved_with_the_longer_one_that_computes_its_fir
     assert engine.stats()["prefix_hit_tokens"] == 8 * prefix_cache
 
 
+def test_nobody_waits_for_the_block_of_its_own_last_token():
+    engine = tiny_engine(**ROOMY, chunk_tokens=4, prefix_cache=True)
+    first = first_tokens(engine, {0: [request("long", 40), request("short", 8)]})
+    assert first["short"] == 3, "one step for the block that it shares, two with half the budget for its last block"
+
+
 def test_the_budget_has_a_token_for_each_row():
     assert tiny_engine(num_blocks=8).scheduler.chunk_tokens == DEFAULT_CHUNK_TOKENS
     with pytest.raises(ValueError, match="chunk_tokens: 3 is not at least 4, a token a step for each row"):

@@ -192,6 +192,38 @@ def test_a_name_that_two_prefixes_share_is_the_first_ones_and_misleads_nobody():
     assert [cache.allocator.is_kept(block) for block in (*blocks, *others)] == [True, False]
 
 
+def test_a_block_is_found_only_behind_the_block_that_it_followed():
+    cache = blank(name_of=lambda parent, token_ids, salt: hash(token_ids))  # names do not tell what came before
+    published(cache, [1, 2, 5, 6])
+    _, others = published(cache, [3, 4])
+    assert cache.match(Prefix(""), [3, 4, 5, 6, 7]) == others
+
+
+def test_each_salt_has_blocks_of_its_own():
+    cache = blank()
+    blocks = {salt: published(cache, [1, 2, 3, 4], salt)[1] for salt in ("", "s")}
+    for salt, own in blocks.items():
+        assert cache.match(Prefix(salt), [1, 2, 3, 4, 5]) == own
+
+
+def test_whoever_computed_a_block_for_itself_takes_none_that_stands_behind_anothers():
+    # Two prompts are in their first block when a more urgent one computes it too, and the next, and ends.
+    sizes = {"block_size": 16, "num_blocks": 15, "max_batch_size": 5, "max_model_len": 120, "chunk_tokens": 8}
+    engine = tiny_engine(**sizes, prefix_cache=True)
+    prompt, fields = ids(90), {"late": (90, 24, 1), "soon": (90, 24, 0), "now": (40, 1, -1)}
+    wanted = ["late", "soon", "now"]
+    while wanted or engine.has_work:
+        if wanted:
+            count, answer, priority = fields[wanted[0]]
+            params = replace(GREEDY, max_tokens=answer)
+            engine.submit(Request(prompt[:count], params, wanted.pop(0), priority=priority))
+        engine.step()
+        held = {one.request.id: engine.cache.tables[row] for row, one in engine.scheduler.running.items()}
+        rows = [held[name].blocks for name in ("late", "soon") if name in held and held[name].length > 32]
+        for first in (blocks[0] for blocks in rows if engine.cache.allocator.holders(blocks[1]) > 1):
+            assert engine.cache.allocator.holders(first) > 1, "they share the second block and not the first"
+
+
 def test_what_stands_behind_a_lost_block_is_published_anew():
     cache = blank(blocks=6)
     _, blocks = published(cache, [1, 2, 3, 4])

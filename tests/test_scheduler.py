@@ -206,6 +206,13 @@ def test_an_admission_may_leave_a_block_for_each_row_that_will_grow(reserve: boo
     assert (scheduler.preemptions == 0) == reserve
 
 
+def test_no_block_is_left_for_a_last_token_that_is_never_stored():
+    scheduler = make(rows=2, blocks=2, reserve_growth=True)
+    for arrival in range(2):
+        scheduler.add(sequence(arrival, 2, 1))  # the one token of the answer would be the first of a second block
+    assert len(step(scheduler).admitted) == 2
+
+
 def test_a_lower_priority_number_goes_first_and_is_preempted_last():
     scheduler = make(rows=2, blocks=5)
     for arrival, priority in enumerate((0, 5, -1, 5, 0)):

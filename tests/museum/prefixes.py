@@ -110,7 +110,7 @@ EXHIBITS = (
         name="what is found is as if computed",
         thread="GeeeekExplorer/nano-vllm#199",
         story="What another has computed meanwhile is taken over, and the request is not told.",
-        edits=(Edit(Scheduler._follow, "sequence.found += len(found) * size", "pass"),),
+        edits=(Edit(Scheduler._follow, "sequence.found += len(found[at:]) * size", "pass"),),
         scene=scenes.equal_prompts,
         full="prefix.computed_once",
         says="it stores",
