@@ -199,6 +199,22 @@ def test_a_block_is_found_only_behind_the_block_that_it_followed():
     assert cache.match(Prefix(""), [3, 4, 5, 6, 7]) == others
 
 
+@pytest.mark.parametrize("reserve_growth", [False, True])
+def test_a_found_block_that_nobody_held_is_not_counted_as_room_too(reserve_growth: bool):
+    sizes = {"block_size": 4, "num_blocks": 4, "max_batch_size": 2, "max_model_len": 16}
+    engine = tiny_engine(**sizes, prefix_cache=True, reserve_growth=reserve_growth)
+    engine.generate([Request(ids(9), replace(GREEDY, max_tokens=1), "leaves")])
+    engine.submit(Request(ids(5, start=40), replace(GREEDY, max_tokens=3), "holds", prefix_cache=False))
+    engine.step()
+    assert engine.stats()["free_blocks"] == 2, "the two that were left behind"
+    engine.submit(Request(ids(9), replace(GREEDY, max_tokens=1), "finds"))
+    engine.step()
+    assert "finds" not in engine.last_admitted, "two blocks found and one to compute into are three"
+    while engine.has_work:
+        engine.step()
+    assert engine.stats()["preemptions"] == 0
+
+
 def test_each_salt_has_blocks_of_its_own():
     cache = blank()
     blocks = {salt: published(cache, [1, 2, 3, 4], salt)[1] for salt in ("", "s")}
