@@ -464,3 +464,23 @@ def test_a_long_prompt_of_the_real_model_is_found_again_with_the_same_tokens():
     again = ask(engine, "again", prompt)
     assert [tokens for tokens, _ in answers] == [again[0]] * 2
     assert (answers[1][1], again[1], engine.prefill.tokens) == (0, 1984, 2000 + 16)
+
+
+@pytest.mark.model
+def test_fifty_requests_of_the_real_model_on_one_system_prompt_get_the_tokens_they_have_without_the_cache():
+    from tests.harness import model_of
+
+    config, weights = model_of("smollm2-135m-instruct")
+    system = tuple((11 * i) % 4000 + 100 for i in range(600))
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    requests = [Request((*system, *range(200 + n, 208 + n)), params, f"r{n}") for n in range(50)]
+    kernels = {"kernels": True, "half_weights": True, "max_model_len": 640, "max_batch_size": 8, "num_blocks": 120}
+    with at_level("cheap"):
+        shared = Engine.build(config, weights, **kernels, prefix_cache=True)
+        answers = shared.generate(requests)
+        # One of the first, which compute the prompt, one that waits for them, and some that come long after.
+        some = [0, 1, 7, 23, 49]
+        alone = Engine.build(config, weights, **kernels).generate([requests[n] for n in some])
+    assert [answers[n].token_ids for n in some] == [one.token_ids for one in alone]
+    # 37 whole blocks of the prompt are computed once; each request computes what follows them.
+    assert shared.prefill.tokens == 37 * 16 + 50 * (608 - 37 * 16)

@@ -17,11 +17,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from fast.kernels.linear import strip
+from fast.kernels.linear import STRIP, strip
 from fast.kernels.team import claim, close
 from fast.kernels.vector import LANES, fma, lane_sum, load, mul, scatter, splat
-
-ROWS_A_TASK = 4  # fewer are done before another core has heard of them
 
 
 def naive_norm(
@@ -46,12 +44,12 @@ def naive_norm(
 def norm(words, phase, x, weight, epsilon, size, strips, rows):
     """strips [>= rows * M'] = RMSNorm of x[:rows] over its first `size` columns; x [R, M'], weight [M'], M' = 16 n.
 
-    One phase of a team; returns the next.
+    One phase of a team, a task a strip, for rows of one strip lie in the same cache lines; returns the next.
     """
-    tasks, mine = -(-rows // ROWS_A_TASK), 0
+    tasks, mine = -(-rows // STRIP), 0
     task = claim(words, phase, tasks)
     while task >= 0:
-        for row in range(task * ROWS_A_TASK, min(rows, (task + 1) * ROWS_A_TASK)):
+        for row in range(task * STRIP, min(rows, (task + 1) * STRIP)):
             _row(x, weight, epsilon, size, strips, row, rows)
         mine += 1
         task = claim(words, phase, tasks)
