@@ -336,7 +336,7 @@ class Engine:
     def _sample(self, logits: Tensor, rows: tuple[int, ...]) -> Sampled:  # [R, V]
         self.audit.before_sampling(rows)
         stored = [self.cache.tables[row].length for row in rows]
-        self.recheck.saw([self.scheduler.running[row] for row in rows], logits)
+        self.recheck.saw(self.scheduler.running, rows, logits)
         how: dict[str, Any] = {"index": rows, "positions": stored, "fail_alone": self.fail_alone}
         if self.samples_on_device:
             return sample_on_device(logits, self.rows, **how)

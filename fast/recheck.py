@@ -12,6 +12,7 @@ Gates: gates.recheck. Proof: tests/test_recheck.py. Story: invariance.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
@@ -71,14 +72,14 @@ class Recheck:
             self._watched[sequence.request.id] = _Watched(sequence)
         self._submitted += 1
 
-    def saw(self, sequences: Many[Sequence], logits: Tensor) -> None:  # R, [R, V]
-        """Digest the rows of logits whose requests are watched."""
+    def saw(self, running: Mapping[int, Sequence], rows: Many[int], logits: Tensor) -> None:  # R, [R, V]
+        """Digest the lines of logits, one for each of `rows`, whose requests are watched."""
         if not self._watched:
             return
-        for row, sequence in enumerate(sequences):
-            watched = self._watched.get(sequence.request.id)
+        for line, row in enumerate(rows):
+            watched = self._watched.get(running[row].request.id)
             if watched is not None:
-                watched.digests.append(_digest(logits[row]))
+                watched.digests.append(_digest(logits[line]))
 
     def ended(self, request_id: str, reason: str) -> None:
         """A request is over; one that failed or was given up has nothing to compare with."""

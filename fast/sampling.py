@@ -95,7 +95,8 @@ def sample_rows(
     check_draw_position(positions=positions, known_tokens=known)
     raw = _host(logits)
     # 1. Rows that take the highest raw logit.
-    tokens, peak = raw.argmax(axis=1), raw.max(axis=1)  # argmax takes the lowest id among ties, max hands a NaN on
+    tokens = raw.argmax(axis=1)  # the lowest id among ties, and the first NaN where there is one
+    peak = raw[np.arange(len(raw)), tokens]
     usable, masked = peak < np.inf, peak == -np.inf
     allowed = _allowed(rows, index)
     forbidden = [_forbidden(rows, row, guide) for row, guide in zip(index, allowed, strict=True)]
@@ -110,7 +111,8 @@ def sample_rows(
         else:
             tokens[busy], kept = chooser.draw(logits, _work(raw, busy, *own, places))
             masked[busy] = tokens[busy] == NO_TOKEN
-            _check_kept(kept[~masked[busy]], rows.top_k[at[busy][~masked[busy]]])
+            if enabled(FULL):
+                _check_kept(kept[~masked[busy]], rows.top_k[at[busy][~masked[busy]]])
     # 3. What each row gets: a token, or the reason why there is none.
     errors = [_error(bool(usable[n]), bool(masked[n]), allowed[n]) for n in range(len(index))]
     chosen = [int(token) if error is None else NO_TOKEN for token, error in zip(tokens, errors, strict=True)]
