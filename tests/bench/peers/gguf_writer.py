@@ -9,20 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reference.config import ModelConfig
+from reference.gguf_file import gguf_name
 from reference.weights import load_weights
-
-LAYER_NAMES = {
-    "input_norm": "attn_norm",
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "output": "attn_output",
-    "post_norm": "ffn_norm",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
-}
-TOP_NAMES = {"embedding": "token_embd", "final_norm": "output_norm", "lm_head": "output"}
 
 
 def write_gguf(folder: Path, out: Path, *, half: bool) -> None:
@@ -55,7 +43,7 @@ def write_gguf(folder: Path, out: Path, *, half: bool) -> None:
         if column in heads:
             values = interleaved(values, heads[column])
         values = values.astype(np.float16 if half and values.ndim == 2 else np.float32)
-        writer.add_tensor(_name(role), values)
+        writer.add_tensor(gguf_name(role), values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -67,10 +55,3 @@ def interleaved(matrix: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     """Rows i and i + D/2 of a head side by side: llama.cpp turns neighbours."""
     rows, inputs = matrix.shape
     return matrix.reshape(heads, 2, rows // heads // 2, inputs).swapaxes(1, 2).reshape(rows, inputs)
-
-
-def _name(role: str) -> str:
-    if role in TOP_NAMES:
-        return f"{TOP_NAMES[role]}.weight"
-    _, layer, column = role.split(".")
-    return f"blk.{layer}.{LAYER_NAMES[column]}.weight"
