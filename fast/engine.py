@@ -20,11 +20,12 @@ from fast.audit import Audit
 from fast.backend import AnyForward, KernelBackend, build_backend, facts_of
 from fast.cache import BatchedPagedKVCache
 from fast.capture import Recorder
-from fast.chunk import PlannedChunk
+from fast.commit import Commit
 from fast.compact import RowCompactor, RowMove
 from fast.compiled import DEFAULT_BACKEND
 from fast.decode import DEFAULT_WIDTH_MULTIPLE, DecodePath
 from fast.device_sampling import sample_on_device
+from fast.forwards import Forwards
 from fast.pool import KVPoolPlan, plan_pool
 from fast.prefill import PrefillPath
 from fast.prefix import Prefix, PrefixCache
@@ -32,14 +33,13 @@ from fast.recheck import Recheck
 from fast.record import Listeners, Mark, StepRecord, unheard
 from fast.rows import Rows, Sequence, random_seed
 from fast.sampling import Sampled, sample_rows
-from fast.scheduler import Scheduler, SchedulerOutput
+from fast.scheduler import Scheduler
 from fast.warmup import WarmupReport
-from gates import FULL, GateError, enabled
-from gates.engine import check_gauges, check_within_limits
-from gates.sampling import check_end_allowed
+from gates import FULL, enabled
+from gates.engine import check_gauges
 from reference import request as contract
 from reference.config import ModelConfig
-from reference.request import Completion, Event, Request, TokenLogprobs, validate_submit
+from reference.request import Completion, Event, Request, validate_submit
 from reference.weights import ModelWeights
 
 
@@ -78,10 +78,12 @@ class Engine:
             prefix=self.prefix,
             reserve_growth=reserve_growth,
         )
+        self.forwards = Forwards(cache, self.scheduler, prefill=self.prefill, decode=self.decode)
+        self.commit = Commit(self.scheduler, self.rows, max_model_len=cache.max_model_len)
         self.audit = Audit(cache, self.scheduler, self.rows, self.prefill, self.decode)
         if compactor is not None:
             compactor.on_move = self._move_row
-        self.steps = self.mixed_tokens = 0
+        self.steps = 0
         self.mixed_steps = False  # a step that has both computes chunks and decoding rows in one forward
         self.samples_on_device = forward.device.type == "cuda"  # elsewhere logits are on the host as they are
         self.fail_alone = False  # a gate that speaks of one answer ends that one, instead of the step; servers want it
@@ -256,7 +258,7 @@ class Engine:
             "num_blocks": self.cache.allocator.num_blocks,
             "preemptions": self.scheduler.preemptions,
             "steps": self.steps,
-            "prefill_tokens": self.prefill.tokens - self.mixed_tokens,
+            "prefill_tokens": self.prefill.tokens - self.forwards.mixed_tokens,
             "rechecked": self.recheck.checked,
             "prefix_query_tokens": self.scheduler.query_tokens,
             "prefix_hit_tokens": self.cache.found_tokens,
@@ -264,7 +266,7 @@ class Engine:
             "prefix_evictions": 0 if self.prefix is None else self.prefix.evictions,
             "moves": 0 if self.scheduler.compactor is None else self.scheduler.compactor.moves,
             **self.decode.stats(),
-            "decode_tokens": self.decode.tokens + self.mixed_tokens,
+            "decode_tokens": self.decode.tokens + self.forwards.mixed_tokens,
         }
 
     def warm_decode(
@@ -287,21 +289,17 @@ class Engine:
         self.last_admitted = tuple(sequence.request.id for sequence in output.admitted)
         self.audit.schedule(output)
         mark("schedule", output)
-        # 3. Prompts compute their next chunk (those that were preempted, their answer so far), alone or with step 4.
-        mixed = self.mixed_steps and output.chunks and output.decode_rows
-        parts = [self._mixed(output) if mixed else self._prefill(output.chunks)] if output.chunks else []
-        mark("prefill")
-        # 4. Those whose last token alone is to be computed do that.
-        parts += [self._decode(output.decode_rows)] if output.decode_rows and not mixed else []
-        mark("decode")
+        # 3. Prompts compute their next chunk (those that were preempted, their answer so far), and those whose last
+        #    token alone is to be computed do that.
+        parts = self.forwards.run(output, mark, mixed=self.mixed_steps)
         self.audit.computed_twice(self.scheduler.publish(output))
         if output.rows:
-            # 5. Every row that is up to date chooses its next token; most steps have one part, which is not copied.
+            # 4. Every row that is up to date chooses its next token; most steps have one part, which is not copied.
             sampled = self._sample(parts[0] if len(parts) == 1 else torch.cat(parts), output.rows)
             mark("sample")
-            # 6. Tokens join their sequences; rows and blocks of those that ended are free again.
-            events += self._commit(output.rows, sampled)
-        # 7. Close what ended.
+            # 5. Tokens join their sequences; rows and blocks of those that ended are free again.
+            events += self.commit.take(output.rows, sampled, fail_alone=self.fail_alone)
+        # 6. Close what ended.
         open_before = self._open_among(events)
         for event in events:
             if event.finish_reason is not None:
@@ -315,24 +313,6 @@ class Engine:
         self.cache.move_row(src=move.src, dst=move.dst)
         self.rows.move(src=move.src, dst=move.dst)
 
-    def _prefill(self, chunks: tuple[PlannedChunk, ...]) -> Tensor:  # [E, V]
-        for chunk in chunks:
-            chunk.sequence.computed += chunk.count
-        return self.prefill.run(chunks)
-
-    def _decode(self, rows: tuple[int, ...]) -> Tensor:  # [R, V]
-        for row in rows:
-            self.scheduler.running[row].computed += 1
-        return self.decode.run(rows, [self.scheduler.running[row].tokens[-1] for row in rows])
-
-    def _mixed(self, output: SchedulerOutput) -> Tensor:  # [E + R, V]
-        """Chunks and decoding rows in one forward, a decoding row as the chunk of its last token."""
-        running, tables, rows = self.scheduler.running, self.cache.tables, output.decode_rows
-        decoding = [PlannedChunk(row, running[row], tables[row].length, 1, ends=True) for row in rows]
-        self.mixed_tokens += len(rows)
-        self.decode.skipped = "mixed step"
-        return self._prefill((*output.chunks, *decoding))
-
     def _sample(self, logits: Tensor, rows: tuple[int, ...]) -> Sampled:  # [R, V]
         self.audit.before_sampling(rows)
         stored = [self.cache.tables[row].length for row in rows]
@@ -342,51 +322,6 @@ class Engine:
             return sample_on_device(logits, self.rows, **how)
         chooser = self.forward if isinstance(self.forward, KernelBackend) else None
         return sample_rows(logits, self.rows, **how, chooser=chooser)
-
-    def _commit(self, rows: tuple[int, ...], sampled: Sampled) -> list[Event]:
-        events = []
-        for row, token, logprobs, error in zip(rows, sampled.token_ids, sampled.logprobs, sampled.errors, strict=True):
-            sequence = self.scheduler.running[row]
-            if error is not None:
-                event = Event(sequence.request.id, None, "error", error=error)
-            else:
-                event = self._take(sequence, row, token, logprobs)
-            if event.finish_reason is not None:
-                self.scheduler.release(sequence)
-            events.append(event)
-        return events
-
-    def _take(self, sequence: Sequence, row: int, token: int, logprobs: TokenLogprobs | None) -> Event:
-        """A token joins its sequence. A gate that this breaks speaks of this answer and of no other."""
-        try:
-            sequence.tokens.append(token)
-            self.rows.count(row, token)
-            reason = self._finish_reason(sequence)
-            if sequence.guide is not None and reason is None:
-                sequence.guide.accept(token)
-            cached = sequence.cached if sequence.num_generated == 1 else 0
-            return Event(sequence.request.id, token, reason, logprobs, cached_tokens=cached)
-        except GateError as fault:
-            if not self.fail_alone:
-                raise
-            return Event(sequence.request.id, None, "error", error=str(fault))
-
-    def _finish_reason(self, sequence: Sequence) -> str | None:
-        """`stop` for an id that ends the answer (it is emitted all the same), `length` for a limit, else None."""
-        full = sequence.num_generated == sequence.max_tokens
-        reason = "stop" if sequence.tokens[-1] in sequence.ends else "length" if full else None
-        check_within_limits(
-            prompt_tokens=len(sequence.request.prompt_ids),
-            output_tokens=sequence.num_generated,
-            max_tokens=sequence.request.params.max_tokens,
-            max_model_len=self.max_model_len,
-            finished=reason is not None,
-        )
-        if reason == "stop":
-            over = sequence.guide is not None and sequence.guide.allowed().only_end
-            least = 0 if over else sequence.request.params.min_tokens
-            check_end_allowed(output_tokens=sequence.num_generated, min_tokens=least)
-        return reason
 
     def _open_among(self, events: list[Event]) -> set[str]:
         """The open requests that the gate sees: all at full, else those that spoke, for a queue can be long."""

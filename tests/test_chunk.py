@@ -163,7 +163,7 @@ def test_one_forward_for_chunks_and_decoding_rows_has_the_tokens_of_two():
         )
         answers.append([completion.token_ids for completion in done])
         stats = engine.stats()
-        assert (engine.mixed_tokens > 0) == mixed
+        assert (engine.forwards.mixed_tokens > 0) == mixed
         assert stats["decode_tokens"] + stats["prefill_tokens"] == engine.prefill.tokens + engine.decode.tokens
         assert stats["eager"].keys() <= {"scattered rows"} or not any(stats["eager"].values())
     assert answers[0] == answers[1]

@@ -192,7 +192,7 @@ def test_chunks_and_what_computes_beside_them_are_not_seen(chunk_tokens: int, mi
     engine.mixed_steps = mixed
     same_bits(play(engine, [(2 * at, request) for at, request in enumerate(REQUESTS)]), "gqa", kind, REQUESTS)
     assert engine.prefill.chunks > len(REQUESTS)
-    assert (engine.mixed_tokens > 0) == mixed
+    assert (engine.forwards.mixed_tokens > 0) == mixed
 
 
 @EACH_KIND

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from fast.decode import DecodePath
 from fast.engine import Engine
+from fast.forwards import Forwards
 from fast.rows import Rows
 from gates.core import at_level
 from reference.request import Event, Request, SamplingParams, TokenLogprobs
@@ -226,7 +228,7 @@ def test_an_answer_cut_by_an_abort_must_begin_the_references():
 
 
 def test_an_engine_that_fails_in_a_step_is_reported_with_the_program(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Engine, "_prefill", lambda engine, chunks: 1 / 0)
+    monkeypatch.setattr(Forwards, "chunks", lambda forwards, chunks: 1 / 0)
     with pytest.raises(LockstepError, match="^step 0: ZeroDivisionError: ") as caught:
         lockstep(_one(_greedy(6)))
     assert "Request((7, 8, 9), SamplingParams(max_tokens=6" in caught.value.program
@@ -240,13 +242,13 @@ def test_events_of_nobody_are_reported(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_live_kv_that_is_written_over_is_reported(monkeypatch: pytest.MonkeyPatch):
-    decode = Engine._decode
+    decode = DecodePath.run
 
-    def tramples(engine: Engine, rows: tuple[int, ...]):
-        engine.cache.v[1][engine.cache.tables[0].slot(0)] += 1.0
-        return decode(engine, rows)
+    def tramples(path: DecodePath, *step):
+        path.cache.v[1][path.cache.tables[0].slot(0)] += 1.0
+        return decode(path, *step)
 
-    monkeypatch.setattr(Engine, "_decode", tramples)
+    monkeypatch.setattr(DecodePath, "run", tramples)
     with pytest.raises(LockstepError, match="^step 1: the K/V of 'one' was written over"):
         lockstep(_one(_greedy(6)))
 

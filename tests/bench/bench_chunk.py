@@ -85,6 +85,6 @@ def bench_decoding_beside_prompts(benchmark, arm: str, chunk_tokens: int):
     with at_level("cheap"):
         wanted = arriving(engine_of(chunk_tokens=chunk_tokens))
         assert benchmark.pedantic(arriving, (engine,), rounds=3) == wanted, "not the tokens of two forwards"
-    assert (engine.mixed_tokens > 0) == (arm == "mixed")
+    assert (engine.forwards.mixed_tokens > 0) == (arm == "mixed")
     benchmark.group = f"8 rows beside prompts, {chunk_tokens} tokens a step"
     benchmark.extra_info.update(arm=arm, **machine())

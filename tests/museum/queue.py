@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fast.blocks import BlockAllocator
 from fast.chunk import share_budget
+from fast.commit import Commit
 from fast.engine import Engine
 from fast.scheduler import Scheduler
 from tests.museum import scenes
@@ -19,7 +20,7 @@ EXHIBITS = (
         story="A request that was preempted drops the token that its second prefill samples.",
         edits=(
             Edit(
-                Engine._take,
+                Commit._take_one,
                 "sequence.tokens.append(token)",
                 "sequence.tokens += [token] if not sequence.preemptions or len(sequence.tokens) % 3 else []",
             ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fast.blocks import BlockTable
 from fast.decode import DecodePath
-from fast.engine import Engine
+from fast.forwards import Forwards
 from fast.plan import _grow, plan_decode
 from fast.prefill import PrefillPath
 from fast.slots import SlotTable
@@ -58,7 +58,7 @@ EXHIBITS = (
         name="no row is looked at before its own plan",
         thread="vllm-project/vllm#49620",
         story="A row's last token is taken from the step before, so the token that was just drawn is not the input.",
-        edits=(Edit(Engine._decode, "tokens[-1]", "tokens[-2]"),),
+        edits=(Edit(Forwards.rows, "tokens[-1]", "tokens[-2]"),),
         scene=scenes.captured_rush,
         full=LOCKSTEP,
         says="alone it is",

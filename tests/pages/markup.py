@@ -33,9 +33,9 @@ STEPPER_LINKS = {
     "grow": ("fast/scheduler.py", "Scheduler._grow"),
     "compact": ("fast/scheduler.py", "Scheduler._compact"),
     "admit": ("fast/scheduler.py", "Scheduler._admit"),
-    "prefill": ("fast/engine.py", "Engine._prefill"),
+    "prefill": ("fast/forwards.py", "Forwards.chunks"),
     "decode": ("fast/decode.py", "DecodePath.run"),
-    "commit": ("fast/engine.py", "Engine._commit"),
+    "commit": ("fast/commit.py", "Commit.take"),
 }
 
 
