@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import replace
 
@@ -21,11 +20,11 @@ PROMPTS = [[65, 66, 67], [68], [69, 70]]
 
 def test_both_arms_give_the_same_tokens_and_texts():
     with serving(make_engine("fast")) as served:
-        http = asyncio.run(over_http(served.url, PROMPTS, tokens=9))
+        http = over_http(served.url, PROMPTS, tokens=9)
     alone = step_by_hand(make_engine("fast"), ByteTokenizer(), PROMPTS, tokens=9)
     check_same(alone, http)
     assert alone.num_tokens == http.num_tokens == 27
-    assert min(alone.seconds, alone.cpu_seconds, http.seconds) > 0
+    assert min(alone.seconds, alone.cpu_seconds, http.seconds, http.client_cpu_seconds) > 0
 
 
 def test_a_ratio_is_of_neighbours_in_time():
@@ -58,5 +57,12 @@ def test_arms_that_differ_are_refused():
 
 
 def test_a_refused_request_ends_the_measurement():
-    with serving(ScriptedEngine(), max_open=2) as served, pytest.raises(RuntimeError, match="requests failed: "):
-        asyncio.run(over_http(served.url, PROMPTS, tokens=9))
+    with serving(ScriptedEngine(), max_open=2) as served, pytest.raises(RuntimeError, match="status 429: "):
+        over_http(served.url, PROMPTS, tokens=9)
+
+
+def test_a_stream_that_breaks_off_ends_the_measurement():
+    engine = ScriptedEngine(step_s=0.01)
+    engine.fault = RuntimeError("boom")
+    with serving(engine) as served, pytest.raises(RuntimeError, match="the engine stopped after an error"):
+        over_http(served.url, PROMPTS, tokens=9)
