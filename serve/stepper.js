@@ -94,7 +94,7 @@
         if (id !== undefined) picture.appendChild(svg("text", { x: 36, y: y + 15, class: "st-label", "font-weight": 600 }, id.slice(0, 3)));
         held.forEach(function (block, index) {
           var x = left + index * size * px, filled = Math.max(0, Math.min(size, stored - index * size));
-          picture.appendChild(svg("rect", { x: x, y: y, width: filled * px, height: 19, fill: colours[id], opacity: .85 }));
+          picture.appendChild(svg("rect", { x: x, y: y, width: filled * px, height: 19, fill: colours[id] }));
           if (step.written[row] && stored - 1 >= index * size && stored - 1 < (index + 1) * size)
             picture.appendChild(svg("rect", { x: x + (filled - Math.min(filled, step.written[row])) * px, y: y + 15,
               width: Math.min(filled, step.written[row]) * px, height: 4, class: "st-new" }));

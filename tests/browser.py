@@ -1,22 +1,43 @@
 """Drives a headless Chromium for the tests that need one: load a page, wait for a fact, tell what the page says.
 
-A test page is opened with `--dump-dom` after a virtual time budget, so there is no socket, no driver and no sleep. A
-script may be put behind the page's own, to press keys and write down what it sees.
+A single file is opened with `--dump-dom` after a virtual time budget, so there is no socket, no driver and no sleep. A
+script may be put behind the page's own, to press keys and write down what it sees. Pages that are served are driven.
 """
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next((found for name in NAMES if (found := shutil.which(name))), None)
+DRIVER = shutil.which("chromedriver")
+NEEDS_DRIVER = (
+    "runs where Chromium and its driver are (Debian: apt-get install chromium chromium-driver; pip install selenium)"
+)
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--allow-file-access-from-files")
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+
+
+def chrome() -> Iterator[Any]:
+    """For a fixture to `yield from`: a headless Chromium that is driven, and that logs what it requests."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason=NEEDS_DRIVER)
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip(NEEDS_DRIVER)
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in (*FLAGS[:4], "--hide-scrollbars"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
 
 
 def dom(page: Path, *, size: tuple[int, int] = (1200, 900), budget_ms: int = 3000) -> str:

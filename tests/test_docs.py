@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import doctest
-import importlib.util
-import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -38,11 +36,6 @@ SECTIONS = [
     "Check yourself",
 ]
 SERVES = {"serve", "chat", "bench"}  # commands that stay, or take minutes; their words are parsed and not run
-FIRST_PAGE_BYTES = 300_000
-
-needs_mkdocs = pytest.mark.skipif(
-    importlib.util.find_spec("mkdocs") is None, reason="needs mkdocs-material: pip install -e '.[docs]' (make docs)"
-)
 
 
 def name_of(page: Path) -> str:
@@ -172,21 +165,6 @@ def test_every_story_of_a_module_is_a_page():
 def test_the_navigation_has_every_page():
     nav = (ROOT / "mkdocs.yml").read_text("utf-8")
     assert not [name_of(page) for page in PAGES if name_of(page) not in nav]
-
-
-@needs_mkdocs
-def test_the_site_builds_strictly_and_its_first_page_is_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
-    built = os.spawnv(
-        os.P_WAIT,
-        os.sys.executable,
-        [os.sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-d", str(tmp_path)],
-    )
-    assert built == 0
-    first = (tmp_path / "index.html").read_text("utf-8")
-    parts = set(re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="([^"#?]+\.(?:js|css|png|svg))"', first))
-    size = len(first.encode()) + sum((tmp_path / part).stat().st_size for part in parts)
-    assert size < FIRST_PAGE_BYTES, f"{size:,} bytes: {sorted(parts)}"
 
 
 # ---- rejects ----------------------------------------------------------------------------------------------------

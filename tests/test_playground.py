@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,15 +17,11 @@ import pytest
 from reference.request import Event
 from reference.weights import random_weights
 from serve.playground import FOLDER, PARTS, playground
+from tests.browser import chrome
 from tests.harness import tiny_config
 from tests.server import BOS, EOS, VOCAB, ScriptedEngine, Served, eventually, says, serving
 
 SHOTS = Path(__file__).resolve().parent.parent / "build" / "playground"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-DRIVER = shutil.which("chromedriver")
-NEEDS = (
-    "runs where Chromium and its driver are (Debian: apt-get install chromium chromium-driver; pip install selenium)"
-)
 
 
 class Slow:
@@ -55,18 +50,8 @@ class Slow:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A headless Chromium that logs what it requests."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason=NEEDS)
-    if CHROMIUM is None or DRIVER is None:
-        pytest.skip(NEEDS)
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
     SHOTS.mkdir(parents=True, exist_ok=True)
-    yield driver
-    driver.quit()
+    yield from chrome()
 
 
 def show(browser: Any, served: Served, *, width: int, height: int, dark: bool = False) -> None:

@@ -27,7 +27,7 @@ def draw() -> str:
     before = held.clone()
     paged.slots.append((0, 1), [paged.tables[row].append() for row in (0, 1)])
     changed = {(row, column) for row, column in (held != before).nonzero().tolist()}
-    drawing = Drawing(LEFT + WIDTH * CELL + 20, 172, "A held window and the append that follows it")
+    drawing = Drawing(530, 172, "A held window and the append that follows it")
     drawing.text(16, 24, f"a window of width {width} is held, then each row gets one token", "title")
     for row, length in enumerate(LENGTHS):
         y = 44 + row * (CELL - 2)
@@ -42,6 +42,6 @@ def draw() -> str:
                 drawing.text(x + CELL / 2 - 1.5, y + 18, "new", "cell")
     drawing.box(LEFT - 4, 40, width * CELL + 5, 2 * (CELL - 2) + 4, edge=2)
     inside = ", ".join(f"row {row} column {column}" for row, column in sorted(changed))
-    drawing.text(LEFT, 132, f"cells of the held window that changed: {inside}", "note")
-    drawing.text(LEFT, 152, f"its context_lens, a copy, still say {tuple(lens.tolist())}", "note")
+    drawing.text(16, 132, f"cells of the held window that changed: {inside}", "note")
+    drawing.text(16, 152, f"its context_lens, a copy, still say {tuple(lens.tolist())}", "note")
     return drawing.svg()

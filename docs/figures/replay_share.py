@@ -11,13 +11,13 @@ from tests.bench import figures
 from tests.pages.drawing import Drawing, hue
 
 TARGET = Path(__file__).with_suffix(".svg")
-LEFT, LINE, SCALE = 190, 30, 3.2
+LEFT, LINE, SCALE = 212, 30, 3.0
 
 
 def draw() -> str:
     """Two bars a workload."""
     found = figures.replay_coverage()
-    drawing = Drawing(660, 46 + len(found) * LINE + 28, "Share of decode steps replayed, by workload")
+    drawing = Drawing(700, 46 + len(found) * LINE + 28, "Share of decode steps replayed, by workload")
     drawing.text(16, 22, "decode steps that a recording covers", "title")
     for index, workload in enumerate(found):
         y = 38 + index * LINE

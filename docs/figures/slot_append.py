@@ -39,10 +39,10 @@ def draw() -> str:
         paged.adopt(row, length)
         paged.reserve(row, length + 1)
     paged.slots.sync(paged.tables, range(ROWS))
-    drawing = Drawing(LEFT + WIDTH * CELL + 20, 254, "The slot table before and after one decode step")
+    drawing = Drawing(480, 254, "The slot table before and after one decode step")
     panel(drawing, paged.slots, 24, "before the step", set())
     new = {(row, paged.slots.length(row)) for row in range(ROWS)}
     paged.slots.append(range(ROWS), [paged.tables[row].append() for row in range(ROWS)])
     panel(drawing, paged.slots, 136, f"after it: {len(new)} cells written, one a row", new)
-    drawing.text(LEFT, 244, "A cell holds the slot of one token. Pale cells are past a row's length.", "note")
+    drawing.text(16, 244, "A cell holds the slot of one token. Pale cells are past a row's length.", "note")
     return drawing.svg()

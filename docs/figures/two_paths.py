@@ -18,11 +18,11 @@ from reference.config import ModelConfig  # noqa: E402
 from reference.engine import Engine as ReferenceEngine  # noqa: E402
 from reference.request import Request, SamplingParams  # noqa: E402
 from reference.weights import random_weights  # noqa: E402
+from tests.pages.drawing import Drawing, hue  # noqa: E402
 
 TARGET = Path(__file__).with_suffix(".svg")
 CONFIG = ModelConfig("llama", 64, 32, 48, 2, 4, 2, 8, 64, 1e-5, 10_000.0)
 ANSWERS = {"A": 7, "B": 3, "C": 5, "D": 8, "E": 4}
-COLOURS = {"A": "#4477aa", "B": "#ee6677", "C": "#228833", "D": "#ccbb44", "E": "#aa3377"}
 ROWS, CELL, LEFT = 3, 22, 150
 
 Frame = list[tuple[int, str, bool]]  # (row, request, is its prefill) of one step
@@ -73,26 +73,19 @@ def run(engine, line_of: Callable[[str, int], int]) -> tuple[list[Frame], dict[s
     return frames, tokens
 
 
-def panel(frames: list[Frame], *, top: int, title: str, note: str, lines: list[str]) -> list[str]:
+def panel(drawing: Drawing, frames: list[Frame], *, top: int, title: str, note: str, lines: list[str]) -> None:
     """One engine's steps as a grid of labelled cells."""
-    out = [
-        f'<text class="title" x="16" y="{top}">{title}</text>',
-        f'<text class="note" x="16" y="{top + 18}">{note}</text>',
-    ]
+    drawing.text(16, top, title, "title")
+    drawing.text(16, top + 18, note, "note")
     grid = top + 30
-    for i, label in enumerate(lines):
-        out.append(f'<text class="label" x="{LEFT - 10}" y="{grid + i * CELL + 15}" text-anchor="end">{label}</text>')
-        width = len(frames) * CELL
-        out.append(f'<rect class="track" x="{LEFT}" y="{grid + i * CELL}" width="{width}" height="{CELL - 3}"/>')
+    for index, label in enumerate(lines):
+        drawing.text(LEFT - 10, grid + index * CELL + 15, label, "label end")
+        drawing.track(LEFT, grid + index * CELL, len(frames) * CELL, CELL - 3)
     for step, frame in enumerate(frames):
         for line, name, prefill in frame:
             x, y = LEFT + step * CELL, grid + line * CELL
-            edge = ' stroke="currentColor" stroke-width="2"' if prefill else ""
-            out.append(
-                f'<rect x="{x + 1}" y="{y + 1}" width="{CELL - 3}" height="{CELL - 5}" rx="2" '
-                f'fill="{COLOURS[name]}"{edge}/><text class="cell" x="{x + CELL / 2 - 0.5}" y="{y + 14}">{name}</text>'
-            )
-    return out
+            drawing.box(x + 1, y + 1, CELL - 3, CELL - 5, fill=hue(name), edge=2 if prefill else 0)
+            drawing.text(x + CELL / 2 - 0.5, y + 14, name, "cell")
 
 
 def draw() -> str:
@@ -101,35 +94,27 @@ def draw() -> str:
     fast, fast_tokens = fast_frames()
     if reference_tokens != fast_tokens:
         raise AssertionError(f"the engines disagree: {reference_tokens} != {fast_tokens}")
-    width = LEFT + len(reference) * CELL + 20
-    body = panel(
+    label = "The same five requests on the reference engine and on the fast engine, step by step"
+    drawing = Drawing(LEFT + len(reference) * CELL + 20, 340, label)
+    total = sum(ANSWERS.values())
+    panel(
+        drawing,
         reference,
         top=28,
         title="reference/  one request at a time",
-        note=f"{len(reference)} steps for {sum(ANSWERS.values())} tokens; one contiguous cache",
+        note=f"{len(reference)} steps for {total} tokens; one contiguous cache",
         lines=[f"request {name}" for name in ANSWERS],
     )
-    body += panel(
+    panel(
+        drawing,
         fast,
         top=206,
         title="fast/  every running row, every step",
-        note=f"{len(fast)} steps for the same {sum(ANSWERS.values())} tokens, token for token; blocks of one pool",
+        note=f"{len(fast)} steps for the same {total} tokens, token for token; blocks of one pool",
         lines=[f"row {row}" for row in range(ROWS)],
     )
-    style = (
-        "text{font-family:system-ui,sans-serif;fill:currentColor}.title{font-size:15px;font-weight:600}"
-        ".note,.label{font-size:12px}.cell{font-size:11px;fill:#fff;text-anchor:middle;font-weight:600}"
-        ".track{fill:currentColor;opacity:.08}svg{color:#1f2328}"
-        "@media(prefers-color-scheme:dark){svg{color:#e6edf3}}"
-    )
-    foot = (
-        '<text class="note" x="16" y="326">One column is one step; outlined: the step that computed the prompt.</text>'
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 340" width="{width}" height="340" role="img" '
-        f'aria-label="The same five requests on the reference engine and on the fast engine, step by step">'
-        f"<style>{style}</style>\n" + "\n".join([*body, foot]) + "\n</svg>\n"
-    )
+    drawing.text(16, 326, "One column is one step; outlined: the step that computed the prompt.", "note")
+    return drawing.svg()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ HUES = ("#4477aa", "#c2185b", "#228833", "#8d6e00", "#aa3377", "#00796b", "#5e35
 STYLE = (
     "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}"
     "text{font-family:system-ui,sans-serif;fill:currentColor}.title{font-size:15px;font-weight:600}"
-    ".note,.label{font-size:12px}.small{font-size:10px}.cell{font-size:11px;fill:#fff;text-anchor:middle;font-weight:600}"
+    ".note,.label{font-size:12px}.small{font-size:11px}.cell{font-size:11px;fill:#fff;text-anchor:middle;font-weight:600}"
     ".ink{font-size:11px;text-anchor:middle}.mid{text-anchor:middle}.end{text-anchor:end}"
     ".track{fill:currentColor;opacity:.08}.line{stroke:currentColor;fill:none}.faint{stroke:currentColor;fill:none;"
     "opacity:.3}</style>"

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from tests.pages import markup, regions  # noqa: E402
+from tests.pages import markup, regions, slim  # noqa: E402
 
 ATTRIBUTE = re.compile(r'\s(?:href|src)="([^"]*)"')
 ID = re.compile(r'\s(?:id|name)="([^"]*)"')
@@ -49,9 +49,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Raise when a page of the built site refers to nothing, or to another host for what it needs."""
+    """Slim the theme, and raise when a page refers to nothing, or to another host for what it needs."""
     from mkdocs.exceptions import PluginError
 
+    slim.slim_site(Path(config.site_dir))
     wrong = dead_links(Path(config.site_dir))
     if wrong:
         raise PluginError("dead links:\n" + "\n".join(wrong[:40]))

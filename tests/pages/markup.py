@@ -28,6 +28,7 @@ from tests.pages.regions import ROOT, MissingRegion, modules, parsed, region
 BLOCK = re.compile(r"^\[\[(code|made|fault|figure|stepper|exercise|sources)(?: (.+?))?\]\]$", re.M)
 INLINE = re.compile(r"\[\[(gate|src) ([^\]]+?)\]\]")
 STYLE = re.compile(r"<style>.*?</style>", re.S)
+LEAST_SCALE = 0.85  # of a drawing on a narrow screen; below it letters are too small, so the drawing scrolls
 LIVE = ("gates", "museum", "cli", "http")
 STEPPER_LINKS = {
     "grow": ("fast/scheduler.py", "Scheduler._grow"),
@@ -112,6 +113,9 @@ def _figure(words: str, up: str) -> str:
     if not file.is_file():
         raise MissingRegion(f"docs/figures/{name}.svg: no such drawing")
     svg = STYLE.sub("", file.read_text("utf-8")).replace("\n", " ").strip()
+    width = re.search(r'viewBox="0 0 (\d+)', svg)
+    least = f' style="min-width:{int(width[1]) * LEAST_SCALE:.0f}px"' if width else ""
+    svg = svg.replace("<svg", f"<svg{least}", 1)
     caption = f"<figcaption>{html.escape(rest[0])}</figcaption>" if rest else ""
     return f'<figure class="drawn"><div class="scroll" tabindex="0">{svg}</div>{caption}</figure>'
 
