@@ -5,7 +5,7 @@ events of a step cross back in one call. A reader that is slow or gone holds up 
 ticket, at most `max_tokens` of them. When the engine dies or hangs, every open ticket fails within seconds and
 new ones are refused. This module knows ids and events, no text and no HTTP.
 
-Gates: gates.stream. Proof: tests/test_loop.py. Story: app.
+Gates: gates.app, gates.stream. Proof: tests/test_loop.py. Story: app.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from gates import GateError
+from gates.app import check_engine_runs
 from gates.stream import check_answers_end_once
 from reference.request import Engine, Event, Request
 from serve.errors import ApiError, bad_request, engine_failed, timed_out, unavailable
@@ -200,7 +201,9 @@ class EngineLoop:
 
     def check_up(self) -> None:
         """Raise the 503 of an engine that cannot take requests."""
+        alive = self._thread.is_alive()  # before the status, which a thread that ends has set by then
         status = self.status
+        check_engine_runs(status=status, thread_alive=alive)
         reasons = {
             "dead": "the engine stopped after an error; the server's log has the details",
             "stuck": f"the engine has been in one step for more than {self._stuck_after_s:g} seconds",

@@ -5,7 +5,7 @@ whole answer is JSON with `name` and `parameters`). A template that knows neithe
 refused. An answer is parsed as it grows, and the whole one by the same parser, so both hold the same calls. What is
 not a well-formed call of a tool that was given stays text. It knows templates by their text and no engine.
 
-Proof: tests/test_tools.py. Story: tools.
+Gates: gates.tools. Proof: tests/test_tools.py. Story: tools.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gates.core import CHEAP, enabled
+from gates.tools import check_stream_is_whole
 from serve.guide import JSON_STYLE, GuideSpec
 from serve.messages import Tool
 
@@ -94,15 +96,36 @@ class CallParser:
         self._inside = False
         self._sought = 0  # closing marks before this character are known to stand in a string
         self._only_text = False  # a Llama answer that did not begin as a call
+        self._pushed: list[str] = []  # for the gate: what came, and what went out
+        self._said: list[str] = []
         self.calls: list[ToolCall] = []
 
     def push(self, text: str) -> str:
         """Take text; return what is certainly none of a call. New calls are appended to `calls`."""
         self._text += text
-        return self._hermes() if self._use.form == "hermes" else self._llama()
+        said = self._hermes() if self._use.form == "hermes" else self._llama()
+        self._pushed.append(text)
+        self._said.append(said)
+        return said
 
     def finish(self) -> str:
-        """The answer has ended: what is left is a call that lacks its end, or text."""
+        """The answer has ended: what is left is a call that lacks its end, or text.
+
+        Raises:
+            GateError: the pieces so far are not what the whole answer would have been.
+        """
+        said = self._left()
+        if len(self._pushed) > 1 and enabled(CHEAP):
+            self._check("".join([*self._said, said]))
+        return said
+
+    def _check(self, text: str) -> None:
+        once = CallParser(self._use)
+        whole = once.push("".join(self._pushed)) + once.finish()
+        told, wanted = ([(call.name, call.arguments) for call in parser.calls] for parser in (self, once))
+        check_stream_is_whole(text=text, calls=told, whole_text=whole, whole_calls=wanted)
+
+    def _left(self) -> str:
         left, self._text = self._text, ""
         if self._use.form == "llama":
             calls = _llama_calls(left, self._use)

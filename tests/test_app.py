@@ -10,6 +10,8 @@ from typing import Any
 import openai
 import pytest
 
+from gates import GateError
+from gates.app import check_engine_runs
 from reference.tokenizer import ByteTokenizer
 from tests.server import ENGINES, MODEL, ScriptedEngine, Served, eventually, make_engine, says, serving
 
@@ -307,3 +309,13 @@ def test_too_many_open_answers_are_told_to_come_back():
         ):
             reply = running.post(prompt="x")
         assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+
+
+def test_gate_rejects_an_engine_that_ended_in_silence():
+    check_engine_runs(status="ok", thread_alive=True)
+    check_engine_runs(status="dead", thread_alive=False)
+    check_engine_runs(status="stopping", thread_alive=False)
+    with pytest.raises(
+        GateError, match=r"app\.engine_runs: the status is 'ok', the thread that runs the engine is over"
+    ):
+        check_engine_runs(status="ok", thread_alive=False)

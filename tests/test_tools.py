@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gates import GateError
+from gates.tools import check_stream_is_whole
 from reference.tokenizer import Tokenizer
 from serve.tools import CallParser, ToolUse, call_form
 from tests.server import MODEL, ScriptedEngine, Served, make_engine, piece_tokenizer, says, serving
@@ -283,6 +285,26 @@ def test_a_template_without_tools_refuses_them():
 def test_the_form_of_a_call_is_told_by_the_template(template: str, special: tuple[str, ...], form: str | None):
     assert call_form({"default": template}, special) == form
     assert call_form({"default": "x", "tool_use": template}, special) == form
+
+
+def test_gate_rejects_a_parser_that_lets_half_a_mark_go_by(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("serve.tools._withheld", lambda text: 0)
+    parser = CallParser(ToolUse("hermes", frozenset({"weather"})))
+    parser.push("<tool")
+    parser.push(f"_call>{CALL}</tool_call>")
+    with pytest.raises(
+        GateError, match=r"tools\.stream_is_whole: 0 calls and \d+ characters of text in pieces, 1 and 0"
+    ):
+        parser.finish()
+
+
+def test_gate_rejects_another_call_or_another_text():
+    held = {"text": "a", "calls": [("f", "{}")], "whole_text": "a", "whole_calls": [("f", "{}")]}
+    check_stream_is_whole(**held)
+    with pytest.raises(GateError, match=r"call 0 is \('f', '{}'\) in pieces, \('f', '{\"x\": 1}'\) read at once"):
+        check_stream_is_whole(**held | {"whole_calls": [("f", '{"x": 1}')]})
+    with pytest.raises(GateError, match=r"1 calls and 1 characters of text in pieces, 1 and 3 read at once"):
+        check_stream_is_whole(**held | {"whole_text": "a\n\n"})
 
 
 # ---- any order --------------------------------------------------------------------------------------------------

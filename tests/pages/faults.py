@@ -10,10 +10,19 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from itertools import count
 
 import torch
 
 from fast.chunk import share_budget
+from fast.compiled import CompiledDecode
+from fast.engine import Engine
+from fast.kernels.forward import KernelForward
+from fast.linear import fp32_linear
+from fast.record import StepRecorder
+from fast.sampling import sample_rows
+from fast.scheduler import Scheduler
 from reference.attention import dense_attention
 from reference.batch import run_batch
 from reference.blocks import BatchedPagedKVCache
@@ -23,13 +32,17 @@ from reference.model import LlamaModel
 from reference.request import Event, Request, SamplingParams
 from reference.tokenizer import ByteTokenizer, IncrementalDecoder
 from serve.answer import Answer
+from serve.loop import EngineLoop
+from serve.metrics import Metrics
+from serve.tools import _withheld
 from tests.harness import TINY, tiny_reference, tiny_weights
 from tests.museum.catalogue import EXHIBITS
 from tests.museum.exhibit import HARMLESS, LOCKSTEP, Caught, Edit, applied, watch
-from tests.pages import runs
+from tests.pages import runs, workloads
 from tests.pages.catalogue import diff
 
 ADDRESS = re.compile(r"0x[0-9a-f]+")
+DIGEST = re.compile(r"\b[0-9a-f]{32}\b")  # of logits, whose last bits are a machine's own
 WITHOUT = {
     LOCKSTEP: "Without gates every step runs, and an answer differs from the one the reference gives",
     HARMLESS: "Without gates this run ends with the right tokens, and the fault waits for another one",
@@ -79,6 +92,7 @@ def ragged() -> None:
     run_batch(LlamaModel(TINY, tiny_weights(), dtype=torch.float64), [(3, 1, 4), (1, 5, 9, 2, 6)], max_tokens=3)
 
 
+COUNTED = 'self._ended += 1\n    self._success.labels(self._labels["model_name"], timeline.finish_reason).inc()'
 OWN: dict[str, Fault] = {
     "model": Fault(
         (Edit(dense_attention, "torch.finfo(q.dtype).min", 'float("-inf")'),),
@@ -135,6 +149,90 @@ OWN |= {
         "Without gates the client reads `a` where the answer is `a#`",
     ),
 }
+OWN |= {
+    "coverage": Fault(
+        (Edit(Scheduler.schedule, "moves = self._compact()", "moves = self._compact() if self.waiting else ()"),),
+        workloads.mixed_lengths,
+        "Without gates the run ends with every token right, and the last steps cost what they cost before recordings",
+    ),
+    "linear": Fault(
+        (
+            Edit(
+                fp32_linear,
+                "_linear_pointwise(x, packed",
+                "_linear_pointwise((x * (127 / x.abs().max())).round() * (x.abs().max() / 127), packed",
+            ),
+        ),
+        workloads.packed_layer,
+        "Without gates the table says that such counts are safe, and a loud neighbour costs a row its resolution",
+    ),
+    "kernels": Fault(
+        (
+            Edit(
+                KernelForward.decode,
+                "np.ascontiguousarray(plan.slot_mapping.numpy()[:, : max(1, int(lens.max())) : LANES])",
+                "plan.slot_mapping.numpy()[:, : max(1, int(lens.max())) : LANES]",
+            ),
+        ),
+        workloads.two_rows_on_kernels,
+        "Without gates the first two clients wait some seconds for a compiler, and every number is right",
+    ),
+    "compiled": Fault(
+        (
+            Edit(
+                CompiledDecode._run, "forward.embedding[plan.input_ids]", "forward.embedding.t()[:, plan.input_ids].t()"
+            ),
+        ),
+        workloads.compiled_layers,
+        "Without gates start-up takes longer, every number is right, and nobody learns why",
+    ),
+    "invariance": Fault(
+        (
+            Edit(
+                KernelForward.decode,
+                "_logits(self._hidden[:rows], self._decode_logits)",
+                "_logits(self._hidden[:rows], self._prefill_logits)",
+            ),
+        ),
+        workloads.answered_and_checked,
+        "Without gates `b` begins with a token that was drawn from its neighbour's logits, and goes on fluently",
+    ),
+    "app": Fault(
+        (Edit(EngineLoop._run, "self._failure = failure", "return"),),
+        workloads.engine_that_dies,
+        "Without gates `/ready` answers 200, and whoever asks waits for ever",
+    ),
+    "limits": Fault(
+        (Edit(Engine.max_model_len.fget, "self.cache.max_model_len", "self.config.max_positions"),),  # type: ignore[attr-defined]
+        workloads.longer_than_the_pool,
+        "Without gates the request stands at the head of the queue for ever, and everybody waits behind it",
+    ),
+    "metrics": Fault(
+        (
+            Edit(
+                Metrics.ended,
+                f"{COUNTED}\n    if timeline.num_tokens == 0:\n        return",
+                f"if timeline.num_tokens == 0:\n        return\n    {COUNTED}",
+            ),
+        ),
+        workloads.left_before_its_turn,
+        "Without gates `b` is in no count and no gauge, and the numbers of a day do not add up",
+    ),
+    "trace": Fault(
+        (Edit(StepRecorder._with_schedule, "rows != self._rows", "len(rows) != len(self._rows)"),),
+        workloads.traced_and_read,
+        "Without gates the file is read to its end, and tells of an engine in which a request changed its row unseen",
+    ),
+    "guide": Fault(
+        (Edit(sample_rows, "[allowed[n] for n in busy])", "allowed[: len(busy)])"),),
+        workloads.one_guided_of_two,
+    ),
+    "tools": Fault(
+        (Edit(_withheld, "range(min(len(OPEN) - 1, len(text)), 0, -1)", "(1,)"),),
+        workloads.call_in_two_pieces,
+        "Without gates a streaming client reads `<tool_call>` as text and gets no call, where the whole reply has one",
+    ),
+}
 FROM_THE_MUSEUM = {
     "scheduler": "the preempted go back to the front",
     "plan": "each row has its own position",
@@ -157,16 +255,18 @@ def faults() -> dict[str, Fault]:
     return OWN | {page: Fault(exhibits[n].edits, exhibits[n].scene) for page, n in FROM_THE_MUSEUM.items()}
 
 
+@cache
 def run(fault: Fault, level: str) -> Caught:
-    """The workload with the fault in place, at a level of the gates."""
+    """The workload with the fault in place, at a level of the gates; once a process, for what is compiled stays so."""
     with applied(fault.edits):
         return watch(fault.scene, level)
 
 
 def told(name: str) -> str:
-    """What `python -m tests.pages break NAME` prints; addresses, which change from run to run, are left out."""
+    """What `python -m tests.pages break NAME` prints; what changes with the run or the machine is left out."""
     caught = run(faults()[name], "full")
-    message = ADDRESS.sub("0x...", caught.message)
+    number = count(1)
+    message = DIGEST.sub(lambda _: f"<digest {next(number)}>", ADDRESS.sub("0x...", caught.message))
     return message if message.startswith("gate ") else f"{caught.by}: {message}"
 
 
