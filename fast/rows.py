@@ -19,15 +19,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reference.request import GuideState, Request
+from reference.request import MAX_PRIORITY, GuideState, Request
 
 if TYPE_CHECKING:
     from fast.prefix import Prefix
 
+DUE = -MAX_PRIORITY - 1  # of a request that so many came after that nobody overtakes it; less than every priority
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One open request: its tokens so far, its place in the order of arrival, and the row it sits in, if any."""
+    """One open request: its tokens so far, its place in line, and the row it sits in, if any."""
 
     request: Request
     arrival: int  # grows with each submit
@@ -37,6 +39,7 @@ class Sequence:
     max_tokens: int  # most tokens the answer may have, the length limit applied
     tokens: list[int]  # prompt, then answer
     row: int | None = None
+    urgency: int = field(init=False)  # its priority, or `DUE`; what goes before arrival in line
     preemptions: int = 0
     prefix: Prefix | None = None  # names of its full blocks; None: it takes no part in the prefix cache
     admitted_at: int = 0  # the schedule that gave it its row
@@ -45,10 +48,13 @@ class Sequence:
     found_first: int = 0  # `found` when it was first preempted; what it finds afterwards may be its own
     guide: GuideState | None = None  # what restricts the answer; it goes on after a preemption, as the tokens do
 
+    def __post_init__(self) -> None:
+        self.urgency = self.request.priority
+
     @property
     def order(self) -> tuple[int, int]:
-        """Its place in line: priority first, then arrival; the lowest goes first and is preempted last."""
-        return (self.request.priority, self.arrival)
+        """Its place in line: the due, then by priority, then by arrival; the lowest goes first, is preempted last."""
+        return (self.urgency, self.arrival)
 
     @property
     def cached(self) -> int:

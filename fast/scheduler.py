@@ -1,13 +1,14 @@
 """Who runs in the next step: grow the running rows, compact them, admit newcomers, in that order.
 
 Growing comes first since it may preempt, which vacates rows halfway through; compacting sweeps those holes too, and
-comes before admission so that a newcomer never lands in a hole that a survivor should fill. Requests run in order of
-arrival: the latest arrival is preempted when the pool is dry, goes back to the front of the queue, and is computed
-again from its prompt and answer. The earliest arrival is never preempted by a later one, so every step brings it
-closer to its end: there is no livelock. A row whose last token alone is to be computed decodes; the others share what
-the decoding ones leave of the step's budget (`fast.chunk`). An admitted sequence has blocks for all its tokens at once,
-so no prompt begins that the pool cannot hold. The scheduler knows blocks and rows, and neither tensors nor what tokens
-say.
+comes before admission so that a newcomer never lands in a hole that a survivor should fill. Requests stand in line by
+priority, then in order of arrival; after whom `due_after` others have come is due, and the due go before all others, so
+fewer than that many overtake it, whatever they are. The last in line is preempted when the pool is dry, waits at its
+place, and is computed again from its prompt and answer. The first is never preempted by a later one, so every step
+brings it closer to its end: there is no livelock. A row whose last token alone is to be computed decodes; the others
+share what the decoding ones leave of the step's budget (`fast.chunk`). An admitted sequence has blocks for all its
+tokens at once, so no prompt begins that the pool cannot hold. The scheduler knows blocks and rows, and neither tensors
+nor what tokens say.
 
 Gates: gates.scheduler, gates.chunk. Proof: tests/test_scheduler.py, tests/test_chunk.py. Story: scheduler.
 """
@@ -15,7 +16,7 @@ Gates: gates.scheduler, gates.chunk. Proof: tests/test_scheduler.py, tests/test_
 from __future__ import annotations
 
 import heapq
-from bisect import bisect
+from bisect import bisect, bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,13 +25,14 @@ from fast.cache import BatchedPagedKVCache
 from fast.chunk import DEFAULT_CHUNK_TOKENS, PlannedChunk, share_budget
 from fast.compact import RowCompactor, RowMove
 from fast.prefix import PrefixCache
-from fast.rows import Sequence
+from fast.rows import DUE, Sequence
 from gates.blocks import check_blocks_conserved
 from gates.chunk import check_budget_kept, check_chunks_shared
 from gates.compact import check_compaction_right, check_moves_amortised
 from gates.core import FULL, enabled
 from gates.scheduler import (
     check_earliest_kept,
+    check_overtaken_bounded,
     check_preempted_late,
     check_preempted_wait,
     check_queue_order,
@@ -39,15 +41,17 @@ from gates.scheduler import (
 )
 from gates.slots import check_vacated_unmirrored
 
+DUE_AFTER = 256  # later requests; eight batches of the default size
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step's schedule. No row has a chunk and decodes; a row without either waits for its share of a budget."""
 
-    admitted: tuple[Sequence, ...]  # in order of arrival
+    admitted: tuple[Sequence, ...]  # as they stood in line
     admitted_rows: tuple[int, ...]  # the row of each
     decode_rows: tuple[int, ...]  # ascending
-    chunks: tuple[PlannedChunk, ...] = ()  # in order of arrival
+    chunks: tuple[PlannedChunk, ...] = ()  # as they stand in line
     preempted: tuple[Sequence, ...] = ()
     moves: tuple[RowMove, ...] = ()  # in the order they were applied
 
@@ -58,7 +62,7 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """First come, first served, over one block pool and `cache.max_batch_size` rows.
+    """First come, first served, within a priority, over one block pool and `cache.max_batch_size` rows.
 
     `on_admit(row, sequence)` and `on_release(row)` let the owner keep per-row state in step with the rows. The
     `compactor` is plugged in by the owner; without one, rows stay where they were handed out. `snapshot` copies all
@@ -94,10 +98,12 @@ class Scheduler:
         self.snapshot = snapshot
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
+        self.due_after = DUE_AFTER
         self.schedules = self.preemptions = 0
         self.query_tokens = 0  # of admitted sequences that take part in the prefix cache
         self.releases = 0  # rows vacated, by an end, an abort or a preemption
         self._free_rows = list(range(cache.max_batch_size))  # a heap: the lowest free row goes first
+        self._recent: deque[tuple[int, int]] = deque()  # places in line of the last `due_after` that came
 
     @property
     def has_work(self) -> bool:
@@ -110,8 +116,11 @@ class Scheduler:
         return sorted(self._free_rows)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind all that go before it."""
+        """Queue a sequence behind all that go before it; who came `due_after` before it is due from now on."""
         self._queue(sequence)
+        self._recent.append(sequence.order)
+        if len(self._recent) > self.due_after:
+            self._make_due(self._recent.popleft())
 
     def schedule(self) -> SchedulerOutput:
         """Plan one step; afterwards every decode row has a block for its next token."""
@@ -125,11 +134,7 @@ class Scheduler:
         admitted = () if preempted else self._admit()
         # 4. Share what the decoding rows leave of the budget.
         chunks = self._chunk(decode_rows)
-        check_queue_order(
-            running=[sequence.order for sequence in self.running.values()],
-            waiting=self._waiting_orders(),
-            admitted=[sequence.order for sequence in admitted],
-        )
+        self._check_line(admitted, preempted)
         check_somebody_runs(running=len(self.running), waiting=len(self.waiting), preempted=len(preempted))
         check_rows_accounted(free=self._free_rows, running=list(self.running), total=self.cache.max_batch_size)
         check_preempted_wait(preempted=[s.arrival for s in preempted], admitted=[s.arrival for s in admitted])
@@ -154,6 +159,20 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             self._vacate(sequence)
+
+    def _make_due(self, order: tuple[int, int]) -> None:
+        """Nobody overtakes the request at this place in line any more, if it is still open."""
+        place = bisect_left(self.waiting, order, key=_order)
+        waits = place < len(self.waiting) and self.waiting[place].order == order
+        found = (one for one in self.running.values() if one.order == order)
+        sequence = self.waiting[place] if waits else next(found, None)
+        if sequence is None:
+            return
+        if waits:
+            del self.waiting[place]
+        sequence.urgency = DUE
+        if waits:
+            self._queue(sequence)
 
     def _grow(self) -> tuple[Sequence, ...]:
         in_order = sorted(self.running.values(), key=_order)
@@ -208,10 +227,22 @@ class Scheduler:
     def _queue(self, sequence: Sequence) -> None:
         self.waiting.insert(bisect(self.waiting, sequence.order, key=_order), sequence)
 
-    def _waiting_orders(self) -> list[tuple[int, int]]:
-        """The queue as the gate sees it: all of it at full, else its two ends, for it can be a day's work long."""
-        shown = self.waiting if enabled(FULL) or len(self.waiting) < 3 else (self.waiting[0], self.waiting[-1])
-        return [sequence.order for sequence in shown]
+    def _check_line(self, admitted: tuple[Sequence, ...], preempted: tuple[Sequence, ...]) -> None:
+        """The gates on who runs and who waits; a queue can be a day's work long, and below full its ends are shown."""
+        if not self.waiting:
+            return
+        head, running, full = self.waiting[0], self.running.values(), enabled(FULL)
+        shown = self.waiting if full or len(self.waiting) < 3 else (head, self.waiting[-1])
+        check_queue_order(
+            running=[one.arrival for one in running if one.request.priority == head.request.priority],
+            waiting=[one.order for one in shown],
+            admitted=[one.order for one in admitted],
+        )
+        if full or admitted or preempted:
+            # Whoever is not due is one of the last `due_after` to come, so no more than that are looked at.
+            first = head.arrival if head.urgency == DUE and not full else min(one.arrival for one in self.waiting)
+            latest = max((one.arrival for one in running), default=first)
+            check_overtaken_bounded(running=latest, waiting=first, due_after=self.due_after)
 
     def _admit(self) -> tuple[Sequence, ...]:
         admitted: list[Sequence] = []

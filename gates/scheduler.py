@@ -1,4 +1,4 @@
-"""Gates on the schedule: rows are accounted for, arrival decides the order, the earliest request always advances.
+"""Gates on the schedule: rows are accounted for, the line is kept, nobody is overtaken without end, the first advances.
 
 All but the last take host integers. The last two guard the one declaration of per-row state: what a row holds
 belongs to the sequence in it, and an empty row holds nothing.
@@ -25,30 +25,42 @@ def check_rows_accounted(*, free: Sequence[int], running: Sequence[int], total: 
     require(len(free) + len(running) == total, f"{len(free)} free + {len(running)} running rows, the batch has {total}")
 
 
-Order = tuple[int, int]  # (priority, arrival): the lowest goes first
+Order = tuple[int, int]  # (priority, or less once a request is due; arrival): the lowest goes first
 
 
 @gate("scheduler.queue_order")
-def check_queue_order(*, running: Sequence[Order], waiting: Sequence[Order], admitted: Sequence[Order] = ()) -> None:
-    """Nobody jumped the queue: all wait in order, the admitted went before them, and of one priority the running too.
+def check_queue_order(*, running: Sequence[int], waiting: Sequence[Order], admitted: Sequence[Order] = ()) -> None:
+    """Nobody jumped the queue: all wait in order, and the admitted went before them.
 
     `waiting` may be the two ends of the queue alone, which is what a server can afford to look at in every step.
-    A running request of a later priority was there first; it is not put out.
+    `running` are arrivals of the head's own priority, of which none came after it. Another priority was there first,
+    and is not put out.
     """
     for first, second in zip(waiting, list(waiting)[1:], strict=False):
         require(first < second, f"arrival {first[1]} waits ahead of arrival {second[1]}")
     if not waiting:
         return
-    priority, head = waiting[0]
-    late = [arrival for urgent, arrival in running if urgent == priority and arrival >= head]
+    head = waiting[0][1]
+    late = [arrival for arrival in running if arrival >= head]
     late += [order[1] for order in admitted if order > waiting[0]]
     require(not late, f"arrival {max(late, default=0)} runs while arrival {head} waits")
 
 
+@gate("scheduler.overtaken")
+def check_overtaken_bounded(*, running: int, waiting: int, due_after: int) -> None:
+    """The latest arrival that runs came fewer than `due_after` requests after the earliest that waits.
+
+    So fewer than that many ever overtake one request, whatever their priorities: an endless stream of more urgent ones
+    starves nobody.
+    """
+    fact = f"arrival {running} runs while arrival {waiting} waits, {running - waiting} requests ahead of it"
+    require(running - waiting < due_after, f"{fact}; whoever came {due_after} ahead goes first")
+
+
 @gate("scheduler.earliest_kept")
 def check_earliest_kept(*, earliest: int, preempted: Sequence[int]) -> None:
-    """The earliest running arrival is not among the preempted: it always advances, so there is no livelock."""
-    require(earliest not in preempted, f"arrival {earliest} is the earliest running and was preempted")
+    """The first in line of those that run is not among the preempted: it always advances, so there is no livelock."""
+    require(earliest not in preempted, f"arrival {earliest} is the first in line that runs and was preempted")
 
 
 @gate("scheduler.preempted_late")

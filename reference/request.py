@@ -142,8 +142,9 @@ class Request:
     """One prompt to be continued: its token ids, how to sample, and an id that is unique while it is open.
 
     `guide` restricts what may be said; with one there is no going on past EOS. The last three change no token:
-    `priority` (lower is sooner) goes before the order of arrival while the request waits; `prefix_cache` False keeps
-    its K/V out of the cache that requests share, and another `cache_salt` from requests that do not know it.
+    `priority` (lower is sooner) goes before the order of arrival, until so many others have come that it is due
+    (`fast.scheduler`); `prefix_cache` False keeps its K/V out of the cache that requests share, and another
+    `cache_salt` from requests that do not know it.
     """
 
     prompt_ids: tuple[int, ...]

@@ -116,7 +116,7 @@ def engine_of(trace: Trace) -> Engine:
         seed_source=lambda: UNNAMED_SEED,
         **arm.switches,
     )
-    engine.mixed_steps = trace.mixed_steps
+    engine.mixed_steps, engine.scheduler.due_after = trace.mixed_steps, trace.due_after
     if arm.warm == "all":
         engine.warm_decode()
     elif arm.warm == "half":

@@ -82,7 +82,7 @@ def requests(
         return draw(st.sampled_from(spoiled(Request(tuple(prompt), chosen, name), room)))
     if kind >= 16:
         chosen = replace(chosen, **draw(st.sampled_from([{"seed": None}, {"n": 2}, {"n": 3}])))
-    return Request(tuple(prompt), chosen, name)
+    return Request(tuple(prompt), chosen, name, priority=draw(st.sampled_from([0, 0, 1, -7])))
 
 
 def spoiled(request: Request, room: int) -> list[Request]:
@@ -116,6 +116,7 @@ def limits(draw: st.DrawFn, arms: Sequence[str] = tuple(ARMS), **fixed: Any) -> 
         "prefix_cache": draw(st.booleans()),
         "reserve_growth": draw(st.booleans()),
         "mixed_steps": draw(st.booleans()),
+        "due_after": draw(st.sampled_from([256, 1, 3])),
     }
     budget = draw(st.none() | st.integers(0, 9))
     chosen["chunk_tokens"] = None if budget is None else chosen["max_batch_size"] + budget

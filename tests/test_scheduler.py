@@ -21,6 +21,7 @@ from gates.blocks import check_blocks_conserved, check_owned_once, check_tables_
 from gates.scheduler import (
     check_decode_room,
     check_earliest_kept,
+    check_overtaken_bounded,
     check_preempted_late,
     check_preempted_wait,
     check_queue_order,
@@ -229,6 +230,48 @@ def test_a_lower_priority_number_goes_first_and_is_preempted_last():
         Request((1,), priority=1.5)
 
 
+def ran_before(scheduler: Scheduler, patient: int, *, stream: int, prompt: int = 1, answer: int = 1) -> int:
+    """How many of a stream of urgent requests, one a step, are admitted while the request of this arrival waits."""
+    before = 0
+    for arrival in range(stream, 999):
+        scheduler.add(sequence(arrival, prompt, answer, priority=-(2**31) + 1))
+        admitted = [one.arrival for one in step(scheduler).admitted]
+        if patient in admitted:
+            return before
+        before += sum(one > patient for one in admitted)
+    raise AssertionError(f"arrival {patient} waits for ever")
+
+
+@pytest.mark.parametrize("due_after", [1, 2, 7, 256])
+def test_an_endless_stream_of_urgent_requests_overtakes_a_patient_one_so_many_times_and_no_more(due_after: int):
+    scheduler = make(rows=1, blocks=4)
+    scheduler.due_after = due_after
+    scheduler.add(sequence(0, 2, 2, priority=2**31 - 1))
+    assert ran_before(scheduler, 0, stream=1) == due_after - 1
+
+
+def test_the_due_go_in_order_of_arrival_and_an_urgent_one_still_before_those_it_came_with():
+    scheduler = make(rows=1, blocks=6)
+    scheduler.due_after = 3
+    for arrival, priority in enumerate((9, 5, 0, 0, -1, -9)):
+        scheduler.add(sequence(arrival, 1, 1, priority=priority))
+    assert [one.arrival for one in scheduler.waiting] == [0, 1, 2, 5, 4, 3]
+    assert [step(scheduler).admitted[0].arrival for _ in range(6)] == [0, 1, 2, 5, 4, 3]
+
+
+@pytest.mark.parametrize("due_after", [2, 256])
+def test_who_is_due_keeps_its_row_and_its_place_when_the_pool_is_dry(due_after: int):
+    scheduler = make(rows=2, blocks=4)
+    scheduler.due_after = due_after
+    scheduler.add(sequence(0, 2, 5, priority=3))
+    step(scheduler)
+    for arrival in (1, 2):
+        scheduler.add(sequence(arrival, 3, 5, priority=-3))
+    preempted = [one.arrival for _ in range(4) for one in step(scheduler).preempted]
+    assert preempted == ([1] if due_after == 2 else [0]), "the last in line"
+    assert [one.arrival for one in scheduler.waiting] == ([1, 2] if due_after == 2 else [2, 0])
+
+
 @pytest.mark.parametrize("name", [column.name for column in Rows.columns()])
 def test_every_column_follows_its_request_and_leaves_a_neutral_row(name: str):
     rows = Rows(3)
@@ -300,18 +343,35 @@ def test_gate_rejects_a_preempted_sequence_at_the_back_of_the_queue(monkeypatch:
 
 def test_gate_rejects_a_newcomer_that_runs_ahead_of_the_queue():
     with pytest.raises(GateError, match="arrival 5 runs while arrival 3 waits"):
-        check_queue_order(running=[(0, 1), (0, 5)], waiting=[(0, 3)])
+        check_queue_order(running=[1, 5], waiting=[(0, 3)])
     with pytest.raises(GateError, match="arrival 3 runs while arrival 3 waits"):
-        check_queue_order(running=[(0, 1), (0, 3)], waiting=[(0, 3)])
+        check_queue_order(running=[1, 3], waiting=[(0, 3)])
     with pytest.raises(GateError, match="arrival 7 runs while arrival 3 waits"):
-        check_queue_order(running=[(1, 7)], waiting=[(0, 3)], admitted=[(1, 7)])
+        check_queue_order(running=[], waiting=[(0, 3)], admitted=[(1, 7)])
     check_queue_order(running=[], waiting=[(0, 3), (0, 4)])
-    check_queue_order(running=[(0, 1), (0, 2)], waiting=[(0, 3)])
-    check_queue_order(running=[(1, 1), (0, 2)], waiting=[(0, 3), (1, 2)], admitted=[(0, 2)])
+    check_queue_order(running=[1, 2], waiting=[(0, 3)])
+    check_queue_order(running=[2], waiting=[(0, 3), (1, 2)], admitted=[(0, 2)])
+
+
+@pytest.mark.parametrize("patient", ["waits", "runs"])
+def test_gate_rejects_a_stream_that_overtakes_without_end(patient: str, monkeypatch: pytest.MonkeyPatch):
+    # The fault: the place in line is priority and arrival, however long somebody has stood there.
+    monkeypatch.setattr(Scheduler, "_make_due", lambda scheduler, order: None)
+    scheduler = make(rows=1 + (patient == "runs"), blocks=6)
+    scheduler.due_after = 5
+    scheduler.add(sequence(0, 2, 9, priority=1))
+    if patient == "runs":
+        step(scheduler)  # and is put out by those that come
+    fact = r"arrival \d+ runs while arrival 0 waits, \d+ requests ahead of it; whoever came 5"
+    with pytest.raises(GateError, match=fact):
+        ran_before(scheduler, 0, stream=1, prompt=3, answer=4)
+    check_overtaken_bounded(running=9, waiting=5, due_after=5)
+    with pytest.raises(GateError, match="arrival 9 runs while arrival 4 waits, 5 requests ahead of it; whoever came 5"):
+        check_overtaken_bounded(running=9, waiting=4, due_after=5)
 
 
 def test_gate_rejects_a_preempted_earliest_arrival():
-    with pytest.raises(GateError, match="arrival 4 is the earliest"):
+    with pytest.raises(GateError, match="arrival 4 is the first in line that runs and was preempted"):
         check_earliest_kept(earliest=4, preempted=[7, 4])
 
 
@@ -396,12 +456,14 @@ class Schedule(RuleBasedStateMachine):
         compact=st.booleans(),
         reserve=st.booleans(),
         budget=st.integers(0, 3) | st.none(),
+        due_after=st.integers(1, 5),
     )
-    def start(self, rows: int, blocks: int, block_size: int, compact: bool, reserve: bool, budget: int | None):
+    def start(self, rows, blocks, block_size, compact: bool, reserve: bool, budget: int | None, due_after: int):
         self.columns = Rows(rows)
         policy = {"reserve_growth": reserve, "chunk_tokens": None if budget is None else rows + budget}
         sizes = {"rows": rows, "blocks": blocks, "block_size": block_size}
         self.scheduler = make(**sizes, compact=compact, columns=self.columns, **policy)
+        self.scheduler.due_after = due_after
         self.limit = self.scheduler.cache.max_model_len
         self.open: dict[int, Sequence] = {}
         self.answers: dict[int, int] = {}  # arrival -> tokens emitted so far
@@ -413,7 +475,8 @@ class Schedule(RuleBasedStateMachine):
         answer = data.draw(st.integers(1, max(1, self.limit - prompt)))
         if prompt + answer > self.limit:
             return
-        newcomer = sequence(self.arrivals, prompt, answer, top_k=3, presence_penalty=1.0)
+        urgency = data.draw(st.sampled_from([0, 0, 1, -1, -9]))
+        newcomer = sequence(self.arrivals, prompt, answer, urgency, top_k=3, presence_penalty=1.0)
         self.open[self.arrivals], self.answers[self.arrivals] = newcomer, 0
         self.arrivals += 1
         self.scheduler.add(newcomer)
@@ -428,19 +491,33 @@ class Schedule(RuleBasedStateMachine):
     @rule()
     def step(self):
         before = {arrival: one.num_generated for arrival, one in self.open.items()}
-        earliest = min(self.open, default=None)
-        stored = {a: self.scheduler.cache.tables[s.row].length for a, s in self.open.items() if s.row is not None}
+        # The line as it is told here: those that `due_after` have come after, and then by priority.
+        due = {arrival for arrival in self.open if self.arrivals - 1 - arrival >= self.scheduler.due_after}
+        line = sorted(self.open, key=lambda a: (a not in due, 0 if a in due else self.open[a].request.priority, a))
+        ran = {a for a in line if self.open[a].row is not None}
+        stored = {a: self.scheduler.cache.tables[self.open[a].row].length for a in ran}
+        waited = [a for a in line if a not in ran]
         output = step(self.scheduler)
+        # Who is let in is the head of the line, and who is put out its tail.
+        assert [one.arrival for one in output.admitted] == waited[: len(output.admitted)]
+        lost = [a for a in line if a in ran][len(ran) - len(output.preempted) :]
+        assert [one.arrival for one in output.preempted] == lost[::-1]
         # Exactly the computed rows gained exactly one token, a resumed sequence included.
         gained = {a for a, one in self.open.items() if one.num_generated == before[a] + 1}
         same = {a for a, one in self.open.items() if one.num_generated == before[a]}
         assert gained | same == set(self.open)
         assert len(gained) == len(output.rows)
-        if earliest is not None:
-            row = self.open[earliest].row
-            after = stored.get(earliest, 0) + 1 if row is None else self.scheduler.cache.tables[row].length
-            assert after > stored.get(earliest, 0), "the earliest open request advances in every step"
+        first = next((a for a in line if a in ran), None)
+        if first is not None:
+            row = self.open[first].row
+            after = stored[first] + 1 if row is None else self.scheduler.cache.tables[row].length
+            assert after > stored[first], "the first in line of those that run advances in every step"
         self.open = {a: one for a, one in self.open.items() if one.num_generated < one.max_tokens}
+        for one in self.scheduler.waiting:
+            late = [
+                a for a, b in self.open.items() if b.row is not None and a - one.arrival >= self.scheduler.due_after
+            ]
+            assert not late, "nobody waits for who came so long after"
 
     @invariant()
     def blocks_and_rows_are_conserved(self):
@@ -470,8 +547,10 @@ class Schedule(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "open"):
             return
-        # No livelock from any state: each step computes a token of the earliest, so all that there is bounds the steps.
-        for _ in range(sum(len(one.request.prompt_ids) + one.max_tokens for one in self.open.values())):
+        # No livelock from any state: each step computes a token of the first in line that runs. It may lose them to
+        # one before it that waits now, and to nobody who comes later, so all there is, once for each, bounds the steps.
+        every = sum(len(one.request.prompt_ids) + one.max_tokens for one in self.open.values())
+        for _ in range(every * len(self.open)):
             if self.scheduler.has_work:
                 step(self.scheduler)
         assert not self.scheduler.has_work

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from fast.scheduler import DUE_AFTER
 from reference.request import Request, SamplingParams
 from tests.gpu_mode import DEVICE
 
@@ -115,6 +116,7 @@ class Trace:
     prefix_cache: bool = False
     reserve_growth: bool = False
     mixed_steps: bool = False
+    due_after: int = DUE_AFTER
 
     @property
     def last_step(self) -> int:
@@ -128,7 +130,9 @@ class Trace:
             lines.append("    arrivals=(")
         for arrival in self.arrivals:
             request = arrival.request
-            made = f"Request({request.prompt_ids}, {_render(request.params)}, {request.id!r})"
+            told = {"priority": 0, "cache_salt": "", "prefix_cache": True}
+            more = [f", {name}={getattr(request, name)!r}" for name in told if getattr(request, name) != told[name]]
+            made = f"Request({request.prompt_ids}, {_render(request.params)}, {request.id!r}{''.join(more)})"
             lines.append(f"        Arrival({arrival.step}, {made}),")
         if self.arrivals:
             lines.append("    ),")

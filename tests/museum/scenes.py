@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fast.engine import Engine
+from fast.scheduler import DUE_AFTER
 from reference.engine import Engine as ReferenceEngine
 from reference.request import Completion, Request, SamplingParams
 from reference.weights import ModelWeights
@@ -65,16 +66,19 @@ def play(
     tied: bool = False,
     poison: float | None = None,
     warm_rows: int | None = None,
+    due_after: int = DUE_AFTER,
     **changes: Any,
 ) -> Engine:
     """Run requests to their end on a new engine, warmed if it captures, and hold each answer to the reference's.
 
-    `poison` fills every slot that no live token is in, the sink too, before each step; `tied` gives logits a twin.
+    `poison` fills every slot that no live token is in, the sink too, before each step; `tied` gives logits a twin,
+    `due_after` tells after how many others a request is overtaken by nobody.
 
     Raises:
         OtherTokens: an answer differs, does not end, or an idle engine holds something.
     """
     engine = Engine.build(TINY, _weights(tied), dtype=torch.float64, **(SIZES | changes))
+    engine.scheduler.due_after = due_after
     if engine.decode.captured is not None and not engine.decode.captured.record_on_miss:
         engine.warm_decode(max_rows=warm_rows)
     last = max(step for step, _ in arrivals) + 1
@@ -205,6 +209,12 @@ def queue() -> Engine:
     """More requests than rows, and a long one at the head that a short one could overtake."""
     sizes = (("a", 6, 9), ("bb", 20, 4), ("ccc", 2, 3), ("dddd", 6, 6))
     return play(tuple((0, request(name, n, m)) for name, n, m in sizes), num_blocks=8, **CAPTURED)
+
+
+def urgent_stream() -> Engine:
+    """One request that can wait, in a batch of one row, and a more urgent one in every step."""
+    urgent = tuple((step, replace(request(f"u{step}", 3, 1), priority=-1)) for step in range(9))
+    return play(((0, request("patient", 4, 2)), *urgent), due_after=4, max_batch_size=1, **CAPTURED)
 
 
 def full_pool() -> Engine:
