@@ -200,18 +200,23 @@ def test_attention_is_within_a_millionth_of_its_definition():
     k = pool.k[last].transpose(0, 3, 1, 2).reshape(-1, config.num_kv_heads, dim)[:150]
     v = pool.v[last].transpose(0, 2, 1, 3).reshape(-1, config.num_kv_heads, pool.v.shape[-1])[:150, :, :dim]
     wanted = naive_attention(q, k, v, 1.0)
-    strips = np.zeros((150, config.num_heads * dim), np.float32)
     runs, groups = np.array([[0, 150, 0]]), np.arange(0, 150, 16)[None]
-    tasks = plan_tasks(runs, heads=config.num_heads, kv_heads=config.num_kv_heads)
-    TEAM.run(attention, model._q, pool.k[last], pool.v[last], groups, runs, tasks, strips, 150)
-    got = from_strips(strips.reshape(-1), 150, config.num_heads * dim).reshape(wanted.shape)
-    assert np.abs(got - wanted).max() < 1e-6 * np.abs(v).max()
+    outputs = []
+    for threads in (1, 3, 64):
+        strips = np.zeros((150, config.num_heads * dim), np.float32)
+        tasks = plan_tasks(runs, heads=config.num_heads, kv_heads=config.num_kv_heads, threads=threads)
+        TEAM.run(attention, model._q, pool.k[last], pool.v[last], groups, runs, tasks, strips, 150)
+        outputs.append(from_strips(strips.reshape(-1), 150, config.num_heads * dim).reshape(wanted.shape))
+    assert np.abs(outputs[0] - wanted).max() < 1e-6 * np.abs(v).max()
+    # Where a task is cut changes no bit.
+    assert np.array_equal(outputs[1], outputs[0])
+    assert np.array_equal(outputs[2], outputs[0])
 
 
 def test_every_query_is_in_one_task():
     runs = np.array([[0, 1, 5], [1, 0, 0], [1, 9, 60], [10, 1, 0]])
-    for heads, kv_heads in [(9, 3), (14, 2), (4, 4), (8, 1)]:
-        tasks = plan_tasks(runs, heads=heads, kv_heads=kv_heads)
+    for heads, kv_heads, threads in [(9, 3, 1), (14, 2, 1), (4, 4, 1), (8, 1, 3)]:
+        tasks = plan_tasks(runs, heads=heads, kv_heads=kv_heads, threads=threads)
         named = sorted((s, first + i, head) for s, first, n, head in tasks.tolist() for i in range(n))
         group = heads // kv_heads
         wanted = [(s, i, h) for s in range(4) for i in range(int(runs[s, 1]) * group) for h in range(kv_heads)]

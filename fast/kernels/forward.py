@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fast.kernels.attention import GROUP_SIZES, attention, rotate_and_write
 from fast.kernels.draw import draw
+from fast.kernels.kernel import kernel
 from fast.kernels.linear import ADD, PANEL, PLAIN, STRIP, SWIGLU, Packed, interleave, linear, pack
 from fast.kernels.norm import norm
 from fast.kernels.pool import KernelPool
@@ -40,6 +40,7 @@ Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
 TOKENS_AT_ONCE = 20 * STRIP  # a longer prefill goes through all layers in parts of so many tokens
+MOST_GROUPS = 8  # of queries in a task of attention: they share the trip of the keys from memory
 _LOG2_E = 1.4426950408889634
 
 
@@ -158,7 +159,7 @@ class KernelForward:
         """Every layer over T tokens; leaves their hidden states in the first T rows of `_hidden`."""
         config, w = self.config, self._weights
         self._embed(ids)
-        tasks = plan_tasks(runs, heads=config.num_heads, kv_heads=config.num_kv_heads)
+        tasks = plan_tasks(runs, heads=config.num_heads, kv_heads=config.num_kv_heads, threads=self.threads)
         self._team.run(
             _layers,
             self._hidden, self._qkv, self._q, self._strips, self._wide, len(ids),
@@ -192,22 +193,25 @@ def _flat(logits: Tensor) -> tuple[Floats, int]:  # [R, V] -> [(R - 1) * stride 
     return logits.as_strided(((rows - 1) * stride + logits.shape[1],), (1,)).numpy(), stride
 
 
-def plan_tasks(runs: Ints, *, heads: int, kv_heads: int) -> Ints:  # [C, 3] -> [N, 4]
-    """Attention's work list (see `attention`), the heaviest first: what is claimed last is then soon done."""
+def plan_tasks(runs: Ints, *, heads: int, kv_heads: int, threads: int) -> Ints:  # [C, 3] -> [N, 4]
+    """Attention's work list (see `attention`), the heaviest first: what is claimed last is then soon done.
+
+    A task is as large as leaves each thread four of them; where it is cut changes no bit.
+    """
     group = heads // kv_heads
+    share = int(runs[:, 1].sum()) * heads // (4 * threads)
+    most = max(1, min(MOST_GROUPS, share // GROUP_SIZES[0])) * GROUP_SIZES[0]
     work = []
     for sequence, (_, tokens, start) in enumerate(runs.tolist()):
-        first, queries = 0, tokens * group
-        while first < queries:
-            size = next(size for size in GROUP_SIZES if size <= queries - first)
+        for first in range(0, tokens * group, most):
+            size = min(most, tokens * group - first)
             keys = start + (first + size - 1) // group + 1
             work += [(keys * (2 + size), sequence, first, size, head) for head in range(kv_heads)]
-            first += size
     work.sort(reverse=True)
     return np.array([task[1:] for task in work], np.int64).reshape(-1, 4)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _layers(
     words, phase, hidden, qkv_out, q, strips, wide, tokens,
     input_norm, qkv, qkv_bias, output, output_bias,
@@ -232,7 +236,7 @@ def _layers(
         phase = linear(words, phase, wide, down[at], down_bias[at], hidden, tokens, ADD)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _clear(words, phase, strips, count):
     """A row that reads nothing gets zeros, not what the strips held: somebody's NaN may be among that."""
     mine = claim(words, phase, 1) + 1
@@ -241,7 +245,7 @@ def _clear(words, phase, strips, count):
     return close(words, phase, 1, mine)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _head(words, phase, hidden, final_norm, epsilon, size, strips, rows, head, logits):
     """Logits [R, V'] of the hidden states [R, M'] of R tokens."""
     phase = norm(words, phase, hidden, final_norm, epsilon, size, strips, rows)

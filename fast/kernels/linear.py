@@ -16,9 +16,9 @@ Proof: tests/test_kernels.py. Story: kernels.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from fast.kernels.kernel import kernel, stack
 from fast.kernels.team import claim, close
 from fast.kernels.vector import (
     LANES,
@@ -33,7 +33,6 @@ from fast.kernels.vector import (
     prefetch,
     scatter,
     splat,
-    stack,
     store,
     store_tile,
     zeros,
@@ -101,14 +100,14 @@ def naive_linear(
     return y
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def strip(row, rows, depth):
     """Where input 0 of `row` lies in strips of `rows` rows, and how far apart its inputs are."""
     first = row // STRIP * STRIP
     return first * depth + row - first, min(STRIP, rows - first)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def linear(words, phase, strips, packed, bias, out, rows, epilogue):
     """`out` from `rows` rows of inputs: strips [>= rows * M], packed [P, M, 32], bias [32 P] or empty.
 
@@ -126,7 +125,7 @@ def linear(words, phase, strips, packed, bias, out, rows, epilogue):
     return close(words, phase, tasks, mine)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _panel(strips, packed, bias, out, rows, begin, end, panel, epilogue):
     """One panel for rows begin..end-1, in the largest tiles that there is a compiled loop for."""
     sums = stack(384)  # [12, 32]
@@ -141,7 +140,7 @@ def _panel(strips, packed, bias, out, rows, begin, end, panel, epilogue):
         row += count
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _product(strips, at, step, packed, panel, left, sums):
     """sums [n, 32] for as many rows as there is a loop for, at most `left`; returns n."""
     w = panel * packed.shape[1] * PANEL
@@ -161,7 +160,7 @@ def _product(strips, at, step, packed, panel, left, sums):
     return 1
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _both(tile, strips, at, step, packed, w, sums):
     """All 32 outputs: no partial sum leaves its register before the last input is in."""
     for _ in range(packed.shape[1]):
@@ -172,7 +171,7 @@ def _both(tile, strips, at, step, packed, w, sums):
     store_tile(sums, 0, PANEL, tile, 2)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _product_by_halves(strips, at, step, packed, panel, left, sums):
     """`_product` for registers of eight lanes: from four rows on, 16 outputs after the other 16."""
     w = panel * packed.shape[1] * PANEL
@@ -191,7 +190,7 @@ def _product_by_halves(strips, at, step, packed, panel, left, sums):
     return 1
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _one(tile, strips, at, step, packed, w, sums, side):
     for _ in range(packed.shape[1]):
         prefetch(packed, w + AHEAD)
@@ -201,7 +200,7 @@ def _one(tile, strips, at, step, packed, w, sums, side):
     store_tile(sums, side, PANEL, tile, 1)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _finish(sums, bias, out, rows, row, count, panel, panels, epilogue):
     """What follows the product of one panel for rows row..row+count-1, and the store."""
     for r in range(count):
@@ -219,7 +218,7 @@ def _finish(sums, bias, out, rows, row, count, panel, panels, epilogue):
             store(out, to + LANES, high)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def silu(gate):
     """gate / (1 + exp(-gate)), relative error below 4e-7 + 1.2e-7 * max(-gate, 0).
 

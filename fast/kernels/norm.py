@@ -14,9 +14,9 @@ Proof: tests/test_kernels.py. Story: kernels.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from fast.kernels.kernel import kernel
 from fast.kernels.linear import STRIP, strip
 from fast.kernels.team import claim, close
 from fast.kernels.vector import LANES, fma, lane_sum, load, mul, scatter, splat
@@ -40,7 +40,7 @@ def naive_norm(
     return x * (np.float32(1.0) / np.sqrt(mean + np.float32(epsilon))) * weight
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def norm(words, phase, x, weight, epsilon, size, strips, rows):
     """strips [>= rows * M'] = RMSNorm of x[:rows] over its first `size` columns; x [R, M'], weight [M'], M' = 16 n.
 
@@ -56,7 +56,7 @@ def norm(words, phase, x, weight, epsilon, size, strips, rows):
     return close(words, phase, tasks, mine)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def _row(x, weight, epsilon, size, strips, row, rows):
     width = x.shape[1]
     begin = row * width
@@ -66,7 +66,7 @@ def _row(x, weight, epsilon, size, strips, row, rows):
         scatter(strips, at + m * step, step, mul(mul(load(x, begin + m), scale), load(weight, m)))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def inverse_rms(x, begin, width, size, epsilon):
     """1 / sqrt(mean of squares + epsilon) of x.flat[begin : begin + width], `size` of which are not padding."""
     squares = splat(np.float32(0.0))

@@ -27,10 +27,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic as declare_intrinsic
 from numpy.typing import NDArray
+
+from fast.kernels.kernel import intrinsic, kernel
 
 MOST_THREADS = 256
 MOST_TASKS = 1 << 24  # of one phase
@@ -39,7 +40,6 @@ SPINS = 400  # looks at the word, a few microseconds, before a turn is given up
 OVER = -1  # a word of no phase
 WORD, FINISHED = 0, 16  # where the two numbers of a team lie: in cache lines of their own
 
-intrinsic: Any = declare_intrinsic  # what it makes is called with one argument less than its definition has
 _I64 = ir.IntType(64)
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 _sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
@@ -132,7 +132,7 @@ def _dismiss(jobs: list[SimpleQueue[Job | None]]) -> None:
         each.put(None)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def claim(words, phase, tasks):
     """The next task of a phase of `tasks` tasks, -1 when all are claimed or the phase is over."""
     while True:
@@ -146,7 +146,7 @@ def claim(words, phase, tasks):
             return task
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def close(words, phase, tasks, mine):
     """Report `mine` tasks of a phase as finished and wait for the others; returns the next phase.
 

@@ -13,23 +13,19 @@ Proof: tests/test_kernels.py. Story: kernels.
 
 from __future__ import annotations
 
-from typing import Any
-
 from llvmlite import ir  # type: ignore[import-untyped]
 from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
 from numba import config, types
 from numba.core import cgutils
 from numba.core.datamodel import models
-from numba.extending import intrinsic as declare_intrinsic
 from numba.extending import register_model
-from numba.np.arrayobj import populate_array
+
+from fast.kernels.kernel import intrinsic
 
 LANES = 16
 
 # With registers of eight lanes a vector is two of sixteen, and a tile has to be smaller to stay in them.
 WIDE = "+avx512f" in (config.CPU_FEATURES or get_host_cpu_features().flatten())  # type: ignore[attr-defined]
-
-intrinsic: Any = declare_intrinsic  # what it makes is called with one argument less than its definition has
 
 _F32, _I32, _I16 = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 _VECTOR = ir.VectorType(_F32, LANES)
@@ -306,30 +302,6 @@ def exp2(typingctx, value):
     return vector(vector), codegen
 
 
-@intrinsic(prefer_literal=True)
-def stack(typingctx, size):
-    """Room for `size` float32 (a literal) on the stack of the calling function, as an array; its contents are noise."""
-    if not isinstance(size, types.IntegerLiteral):
-        return None
-    count = size.literal_value
-
-    def codegen(context, builder, sig, args):
-        room = cgutils.alloca_once(builder, ir.ArrayType(_F32, count))
-        room.align = 64
-        array = context.make_array(sig.return_type)(context, builder)
-        populate_array(
-            array,
-            data=builder.bitcast(room, _F32.as_pointer()),
-            shape=[context.get_constant(types.intp, count)],
-            strides=[context.get_constant(types.intp, 4)],
-            itemsize=context.get_constant(types.intp, 4),
-            meminfo=None,
-        )
-        return array._getvalue()
-
-    return types.Array(types.float32, 1, "C")(size), codegen
-
-
 # ---- tiles: tuples of vectors that stay in registers -----------------------------------------------------------------
 
 
@@ -386,3 +358,24 @@ def store_tile(typingctx, array, index, stride, tile, columns):
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, tile, columns), codegen
+
+
+@intrinsic(prefer_literal=True)
+def fold_tile(typingctx, array, index, stride, factors, first, tile, columns):
+    """As `store_tile`, but what the array holds is kept: row r of it times factors[first + r], plus the tile's."""
+    if not (_is_array(array, types.float32) and isinstance(columns, types.IntegerLiteral)):
+        return None
+    width = columns.literal_value
+
+    def codegen(context, builder, sig, args):
+        array, index, stride, factors, first, tile, _ = args
+        for n in range(sig.args[5].count):
+            row = ir.Constant(stride.type, n // width)
+            factor = _address(context, builder, sig.args[3], factors, builder.add(first, row), _F32)
+            at = builder.add(builder.add(index, builder.mul(stride, row)), ir.Constant(stride.type, n % width * LANES))
+            address = _address(context, builder, sig.args[0], array, at, _VECTOR)
+            kept = builder.fmul(builder.load(address, align=4), _splat(builder, builder.load(factor)))
+            builder.store(builder.fadd(kept, builder.extract_value(tile, n)), address, align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, factors, types.intp, tile, columns), codegen

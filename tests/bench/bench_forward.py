@@ -55,7 +55,7 @@ def parts(model: KernelForward, pool: KernelPool, plan: DecodePlan) -> dict[str,
     layers = range(config.num_layers)
     runs = np.stack([np.arange(rows), np.ones(rows, np.int64), plan.positions.numpy()], axis=1)
     groups = np.ascontiguousarray(plan.slot_mapping.numpy()[:, ::16])
-    sizes = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
+    sizes = {"heads": config.num_heads, "kv_heads": config.num_kv_heads, "threads": model.threads}
     tasks, eps = plan_tasks(runs, **sizes), np.float32(config.rms_norm_eps)
 
     def linears() -> None:
