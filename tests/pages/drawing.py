@@ -59,12 +59,18 @@ class Drawing:
         self._parts.append(f'<rect class="track" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"/>')
 
     def line(
-        self, points: Iterable[tuple[float, float]], kind: str = "line", width: float = 1.5, dash: str = ""
+        self,
+        points: Iterable[tuple[float, float]],
+        kind: str = "line",
+        width: float = 1.5,
+        dash: str = "",
+        stroke: str = "",
     ) -> None:
-        """A line through points; `dash` as SVG has it."""
+        """A line through points, in the colour of the text or in `stroke`; `dash` as SVG has it."""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
-        self._parts.append(f'<polyline class="{kind}" points="{path}" stroke-width="{width:g}"{dashed}/>')
+        colour = f' style="stroke:{stroke}"' if stroke else ""
+        self._parts.append(f'<polyline class="{kind}" points="{path}" stroke-width="{width:g}"{dashed}{colour}/>')
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
         """A line with a head at its second end; straight up, down or sideways."""
