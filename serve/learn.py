@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from serve.options import UsageError, integer
+from serve.options import UsageError, integer, program
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -67,20 +67,20 @@ def _start(lesson: Any, file: Path) -> int:
     fresh = not file.exists()
     if fresh:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(lesson.starter(), "utf-8")
+        file.write_text(lesson.starter(program()), "utf-8")
     print(f"Day {lesson.day}, {lesson.subject}. {lesson.task}")
     print(f"Hint: {lesson.hint}")
     print(f"{'Your file is' if fresh else 'Your file is already'} {file}. When it is done:")
-    print(f"  nanoserve learn {lesson.day} --check")
+    print(f"  {program()} learn {lesson.day} --check")
     return 0
 
 
 def _check(lesson: Any, file: Path) -> int:
     if not file.exists():
-        raise UsageError(f"--check: {file} is missing; `nanoserve learn {lesson.day}` makes it")
+        raise UsageError(f"--check: {file} is missing; `{program()} learn {lesson.day}` makes it")
     caught = lesson.check(file.read_text("utf-8"), file=os.fspath(file))
     if caught.by == "harmless":
-        print(f"day {lesson.day}: it holds. `nanoserve learn {lesson.day} --solution` shows the engine's own.")
+        print(f"day {lesson.day}: it holds. `{program()} learn {lesson.day} --solution` shows the engine's own.")
         return 0
     said = caught.message if "." in caught.by else f"{caught.by}: {caught.message}"
     print(f"day {lesson.day}: not yet. With {lesson.name} from {file}:\n  {said}")

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from serve.options import program
+
 if TYPE_CHECKING:  # torch takes a second to import, and `model list` needs none of it
     import torch
 
@@ -115,10 +117,10 @@ def model_path(name: str) -> Path:
     if name not in CATALOGUE and not (folder / MANIFEST).is_file():
         raise UnknownModel(f"{name!r} is not a model's name; known: {', '.join(CATALOGUE)}")
     if not folder.is_dir():
-        raise ModelError(f"{name} is not installed in {home()}; run: nanoserve model get {name}")
+        raise ModelError(f"{name} is not installed in {home()}; run: {program()} model get {name}")
     fault = damage(folder)
     if fault:
-        raise ModelError(f"{name} is damaged ({fault}); run: nanoserve model get {name}")
+        raise ModelError(f"{name} is damaged ({fault}); run: {program()} model get {name}")
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The kinds of value a command line option takes, each refusing a bad one with its value and its range.
+"""The kinds of value a command line option takes, each refusing a bad one with its value and its range, and its name.
 
 These are argparse `type` functions: argparse names the option, the message here says what was given and what is
 allowed. Nothing here imports torch, so `--help` and a typing error answer at once.
@@ -9,8 +9,12 @@ Proof: tests/test_cli.py. Story: app.
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shutil
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -18,6 +22,20 @@ UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 class UsageError(ValueError):
     """A bad argument that shows only once the model is known; the command line exits with 2."""
+
+
+def program() -> str:
+    """What to type for `nanoserve` here, so that a command that is printed can be pasted: `.venv/bin/nanoserve`."""
+    python = Path(sys.executable)
+    script = python.with_name("nanoserve.exe" if os.name == "nt" else "nanoserve")
+    if not script.is_file():
+        return f"{_from_here(python)} -m serve"
+    found = shutil.which("nanoserve")
+    return "nanoserve" if found and Path(found) == script else _from_here(script)
+
+
+def _from_here(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:

@@ -20,7 +20,7 @@ from serve.chat import Conversation, talk
 from serve.cli import main
 from serve.generate import Continuation
 from serve.models import load_model
-from serve.options import integers, num_bytes
+from serve.options import integers, num_bytes, program
 from tests.wheels import write_gguf
 
 TINY = ["--model", "tiny-random"]
@@ -249,6 +249,18 @@ def test_default_model_answers_sensibly(capsys: pytest.CaptureFixture[str]) -> N
     assert "Paris" in capsys.readouterr().out
 
 
+def test_a_printed_command_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / ".venv" / "bin" / "nanoserve"
+    monkeypatch.setattr("sys.executable", str(script.with_name("python")))
+    monkeypatch.chdir(tmp_path)
+    assert program() == ".venv/bin/python -m serve"
+    script.parent.mkdir(parents=True)
+    script.touch(mode=0o755)
+    assert program() == ".venv/bin/nanoserve"
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert program() == "nanoserve"
+
+
 # rejects
 
 
@@ -296,7 +308,7 @@ def test_failure_is_one_line_and_exit_1(
 ) -> None:
     monkeypatch.setenv("NANOSERVE_HOME", str(tmp_path))
     assert main(["generate", "--prompt", "x"]) == 1
-    assert "run: nanoserve model get smollm2-135m-instruct" in capsys.readouterr().err
+    assert f"run: {program()} model get smollm2-135m-instruct" in capsys.readouterr().err
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF")
     assert main(["model", "convert", str(broken), str(tmp_path / "out")]) == 1

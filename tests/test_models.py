@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from serve.cli import main
 from serve.convert import config_json, convert_to_folder, generation_json
 from serve.fetch import get_model
 from serve.models import ModelError, UnknownModel, damage, load_model, model_path
+from serve.options import program
 from tests.checkpoints import write_checkpoint
 from tests.harness import tiny_config
 from tests.wheels import NAME, VOCAB_SIZE, write_gguf, write_wheel
@@ -203,7 +205,7 @@ def test_tiny_random_is_the_same_every_time(store: Path) -> None:
 
 def test_list_and_path_tell_what_is_there(index: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model", "list"]) == 0
-    assert f"nanoserve model get {NAME}" in capsys.readouterr().out
+    assert f"{program()} model get {NAME}" in capsys.readouterr().out
     get_model(NAME)
     capsys.readouterr()
     assert main(["model", "list"]) == 0
@@ -264,7 +266,7 @@ def test_interrupted_conversion_leaves_nothing(
     with pytest.raises(type(error) if isinstance(error, OSError) else error):
         get_model(NAME)
     assert leftovers(store) == []
-    with pytest.raises(ModelError, match=f"run: nanoserve model get {NAME}"):
+    with pytest.raises(ModelError, match=f"run: {re.escape(program())} model get {NAME}"):
         model_path(NAME)
 
 
@@ -315,7 +317,7 @@ def test_full_disk_is_known_before_the_download(index: Path, store: Path, monkey
 
 
 def test_missing_model_names_the_command_that_gets_it(store: Path) -> None:
-    with pytest.raises(ModelError, match="run: nanoserve model get smollm2-135m-instruct"):
+    with pytest.raises(ModelError, match=re.escape(f"run: {program()} model get smollm2-135m-instruct")):
         load_model("smollm2-135m-instruct")
 
 

@@ -62,8 +62,8 @@ class Lesson:
         source = region(self.path, self.name).text
         return source[source.index("def ") :] if source.startswith("@") else source
 
-    def starter(self) -> str:
-        """The file a learner begins with."""
+    def starter(self, program: str = "nanoserve") -> str:
+        """The file a learner begins with; `program` is what they type for `nanoserve`."""
         real = self.solution()
         if self.cut[0]:
             if real.count(self.cut[0]) != 1:
@@ -75,7 +75,7 @@ class Lesson:
         about = textwrap.fill(words, 110)
         hint = textwrap.fill(f"Hint: {self.hint}", 110)
         names = f"Every name of {self.path} can be used here."
-        how = f"Check it with: nanoserve learn {self.day} --check"
+        how = f"Check it with: {program} learn {self.day} --check"
         return f'"""{about}\n\n{hint}\n\n{names}\n{how}\n"""\n\n\n{body}\n'
 
     def check(self, text: str, *, file: str = "<your file>") -> Caught:

@@ -135,8 +135,11 @@ def exercise(day: int) -> str:
     message = wrong.message if "." in wrong.by else f"{wrong.by}: {wrong.message}"
     lines = [f"{lesson.task} It is [[src {lesson.path} {lesson.name}]].", "", f"*Hint:* {lesson.hint}", ""]
     lines += ["```sh", f".venv/bin/nanoserve learn {day}", "```", ""]
-    lines += [f"writes `learn/day{day:02d}.py` with a first attempt in it. `--check` puts your function in the place"]
-    lines += ["of the engine's and runs it; `--solution` shows ours. The first attempt gets:", ""]
+    again = f".venv/bin/nanoserve learn {day}"
+    lines += [
+        f"writes `learn/day{day:02d}.py` with a first attempt in it. `{again} --check` puts your function in the place"
+    ]
+    lines += [f"of the engine's and runs it; `{again} --solution` shows ours. The first attempt gets:", ""]
     return "\n".join([*lines, "```{ .text .wrap }", faults.ADDRESS.sub("0x...", message), "```"])
 
 
