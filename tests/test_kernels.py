@@ -17,7 +17,7 @@ from llvmlite.binding import get_host_cpu_features
 from numba import njit
 
 from fast.cache import BatchedPagedKVCache
-from fast.kernels.attention import KEY_TILE, attention, naive_attention, naive_rotate
+from fast.kernels.attention import KEY_TILE, attention, naive_attention
 from fast.kernels.forward import TOKENS_AT_ONCE, KernelForward, KernelPool, plan_tasks
 from fast.kernels.linear import (
     ADD,
@@ -34,6 +34,7 @@ from fast.kernels.linear import (
     unpack,
 )
 from fast.kernels.norm import naive_norm, norm
+from fast.kernels.rope import naive_rotate, rotate_and_write
 from fast.kernels.team import Team
 from fast.kernels.vector import exp2, lane_sum, load, store
 from fast.linear import BACKENDS, round_to_half
@@ -211,6 +212,36 @@ def test_attention_is_within_a_millionth_of_its_definition():
     # Where a task is cut changes no bit.
     assert np.array_equal(outputs[1], outputs[0])
     assert np.array_equal(outputs[2], outputs[0])
+
+
+@pytest.mark.parametrize("dim", [2, 18, 32, 64, 80, 144])
+def test_heads_of_any_size_are_turned_stored_and_read(dim: int):
+    tokens, heads, kv_heads, width = 75, 6, 2, -(-dim // 16) * 16
+    qkv, scale = normal(tokens, (heads + 2 * kv_heads) * dim, seed=dim), np.float32(0.5)
+    angles = normal(100, dim // 2, seed=1)
+    cos, sin = np.cos(angles), np.sin(angles)
+    positions = np.arange(tokens)
+    k_pool, v_pool = np.zeros((5, kv_heads, dim, 16), np.float32), np.zeros((5, kv_heads, 16, width), np.float32)
+    q = np.zeros((tokens, heads * dim), np.float32)
+    TEAM.run(
+        rotate_and_write, qkv, positions, positions, cos, sin, scale, NO_BIAS, NO_BIAS, np.float32(1e-5),
+        k_pool, v_pool, q, tokens,
+    )  # fmt: skip
+    turned = naive_rotate(qkv.reshape(tokens, -1, dim), positions, cos, sin)
+    k = k_pool.transpose(0, 3, 1, 2).reshape(-1, kv_heads, dim)[:tokens]
+    v = v_pool.transpose(0, 2, 1, 3).reshape(-1, kv_heads, width)[:tokens]
+    assert np.array_equal(q.reshape(tokens, heads, dim), turned[:, :heads] * scale)
+    assert np.array_equal(k, turned[:, heads : heads + kv_heads])
+    assert np.array_equal(v[..., :dim].reshape(tokens, -1), qkv[:, (heads + kv_heads) * dim :])
+    assert not v[..., dim:].any()
+    runs, groups = np.array([[0, tokens, 0]]), np.arange(0, tokens, 16)[None]
+    strips = np.zeros((tokens, heads * dim), np.float32)
+    tasks = plan_tasks(runs, heads=heads, kv_heads=kv_heads, threads=1)
+    TEAM.run(attention, q, k_pool, v_pool, groups, runs, tasks, strips, tokens)
+    got = from_strips(strips.reshape(-1), tokens, heads * dim).reshape(tokens, heads, dim)
+    # Scores are base-2 logarithms; with a head's scores far apart, their rounding is what shows.
+    wanted = naive_attention(q.reshape(tokens, heads, dim), k, v[..., :dim], float(np.log(2.0)))
+    assert np.abs(got - wanted).max() < 4e-6 * np.abs(v).max()
 
 
 def test_every_query_is_in_one_task():

@@ -1,4 +1,4 @@
-"""RoPE, the write into the K/V pool, and causal attention over it: one path for prefill chunks and decode rows.
+"""Causal attention over the K/V pool: one path for prefill chunks and decode rows.
 
 A query at position p reads keys 0..p of its sequence in tiles of 64 from position 0, keeping a running maximum, sum and
 output (online softmax). What a query computes depends on p and on those keys alone: not on how many queries
@@ -9,7 +9,7 @@ turns at a tile of keys, which comes from memory once for all of them.
 Layout of a layer's pool: K [B, K, D, S] and V [B, K, S, D'], D' = D rounded up to 16. Keys of a block lie side by side,
 so scores come 16 at a time; S is a multiple of 16. Both are float32, or half precision as uint16.
 
-Sources: Su et al. 2021 (RoPE); Milakov and Gimelshein 2018 (online softmax); Kwon et al. 2023 (paged attention).
+Sources: Milakov and Gimelshein 2018 (online softmax); Kwon et al. 2023 (paged attention).
 
 Proof: tests/test_kernels.py. Story: attention.
 """
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from fast.kernels.kernel import int_stack, kernel, stack
 from fast.kernels.linear import strip
-from fast.kernels.norm import inverse_rms
 from fast.kernels.team import claim, close
 from fast.kernels.vector import (
     LANES,
@@ -34,6 +33,7 @@ from fast.kernels.vector import (
     first_lanes,
     fma_outer,
     fold_tile,
+    get,
     lane_max,
     lane_sum,
     larger,
@@ -41,6 +41,7 @@ from fast.kernels.vector import (
     mul,
     prefetch,
     put,
+    scatter,
     splat,
     store,
     store_tile,
@@ -56,13 +57,6 @@ GROUP_SIZES = (6, 4, 3, 2, 1)  # queries that share a load: what there is a comp
 _MINUS_INFINITY, _LOWEST = np.float32(-np.inf), np.float32(np.finfo(np.float32).min)
 
 
-def naive_rotate(x: Floats, positions: Ints, cos: Floats, sin: Floats) -> Floats:  # [T, H, D], [T] -> [T, H, D]
-    """Turn each pair (i, i + D/2) by its angle: the same products and differences, in float32."""
-    first, second = np.split(x, 2, axis=-1)
-    c, s = cos[positions][:, None, :], sin[positions][:, None, :]
-    return np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
-
-
 def naive_attention(q: Floats, k: Floats, v: Floats, scale: float) -> NDArray[np.float64]:  # [T, H, D], [S, K, D]
     """The last T of S tokens, each against every token up to itself, by the definition and in float64: [T, H, D]."""
     group, late = q.shape[1] // k.shape[1], k.shape[0] - q.shape[0]
@@ -71,64 +65,6 @@ def naive_attention(q: Floats, k: Floats, v: Floats, scale: float) -> NDArray[np
     future = np.arange(k.shape[0])[None, :] > np.arange(q.shape[0])[:, None] + late
     weights = np.exp(np.where(future, -np.inf, scores - scores.max(-1, keepdims=True)))
     return np.einsum("hts,shd->thd", weights / weights.sum(-1, keepdims=True), values)
-
-
-@kernel
-def rotate_and_write(
-    words, phase, qkv, positions, slots, cos, sin, scale, q_norm, k_norm, epsilon, k_pool, v_pool, q, tokens
-):
-    """Rotate q and k of each token; q goes to q [T, H * D] times `scale`, k and v to the token's slot in the pool.
-
-    qkv [T, >= (H + 2K) * D], positions and slots [T], cos and sin [P, D/2], q_norm and k_norm [D'] or empty.
-    One phase of a team, a task a token; returns the next.
-    """
-    mine = 0
-    token = claim(words, phase, tokens)
-    while token >= 0:
-        _rotate_token(qkv, positions, slots, cos, sin, scale, q_norm, k_norm, epsilon, k_pool, v_pool, q, token)
-        mine += 1
-        token = claim(words, phase, tokens)
-    return close(words, phase, tokens, mine)
-
-
-@kernel
-def _rotate_token(qkv, positions, slots, cos, sin, scale, q_norm, k_norm, epsilon, k_pool, v_pool, q, token):
-    kv_heads, dim, block_size = k_pool.shape[1], k_pool.shape[2], k_pool.shape[3]
-    heads = q.shape[1] // dim
-    row, angle = qkv[token], positions[token]
-    turned = stack(dim)
-    for head in range(heads):
-        _rotate(row, head * dim, cos, sin, angle, q_norm, epsilon, turned)
-        for d in range(dim):
-            q[token, head * dim + d] = turned[d] * scale
-    block, offset = slots[token] // block_size, slots[token] % block_size
-    for head in range(kv_heads):
-        _rotate(row, (heads + head) * dim, cos, sin, angle, k_norm, epsilon, turned)
-        at = (block * kv_heads + head) * dim * block_size + offset
-        for d in range(dim):
-            put(k_pool, at + d * block_size, turned[d])
-        at = ((block * kv_heads + head) * block_size + offset) * v_pool.shape[3]
-        for d in range(dim):
-            put(v_pool, at + d, row[(heads + kv_heads + head) * dim + d])
-
-
-@kernel
-def _rotate(row, begin, cos, sin, angle, weight, epsilon, turned):
-    """turned[D] = RoPE of row[begin : begin + D], normalised first when there is a weight."""
-    dim, half = turned.size, turned.size // 2
-    for d in range(dim):
-        turned[d] = row[begin + d]
-    if weight.size:
-        padded = stack(weight.size)
-        for d in range(weight.size):
-            padded[d] = turned[d] if d < dim else 0.0
-        inverse = inverse_rms(padded, 0, weight.size, dim, epsilon)
-        for d in range(dim):
-            turned[d] = turned[d] * inverse * weight[d]
-    for d in range(half):
-        first, second = turned[d], turned[d + half]
-        turned[d] = first * cos[angle, d] - second * sin[angle, d]
-        turned[d + half] = second * cos[angle, d] + first * sin[angle, d]
 
 
 @kernel
@@ -198,8 +134,11 @@ def _gather(q, runs, sequence, first, n, head, per_head, dim, queries, ends):
             token = (first + at + r) // per_head
             column = (head * per_head + (first + at + r) % per_head) * dim
             ends[at + r] = runs[sequence, 2] + token + 1
-            for d in range(dim):
-                queries[at * dim + d * size + r] = q[runs[sequence, 0] + token, column + d]
+            begin, to = (runs[sequence, 0] + token) * q.shape[1] + column, at * dim + r
+            for d in range(0, dim - LANES + 1, LANES):
+                scatter(queries, to + d * size, size, load(q, begin + d))
+            for d in range(dim // LANES * LANES, dim):
+                queries[to + d * size] = get(q, begin + d)
         at += size
 
 
@@ -209,11 +148,13 @@ def _hand_out(output, total, runs, sequence, first, n, head, per_head, dim, widt
     for r in range(n):
         token = runs[sequence, 0] + (first + r) // per_head
         column = (head * per_head + (first + r) % per_head) * dim
-        at, step = strip(token, tokens, depth)
-        share = np.float32(1.0) / total[r]
-        for d in range(dim):
-            # Adding zero makes -0.0, which a masked key can leave behind, the 0.0 that it is without that key.
-            put(strips, at + (column + d) * step, output[r * width + d] * share + np.float32(0.0))
+        to, step = strip(token, tokens, depth)
+        share, begin = np.float32(1.0) / total[r], r * width
+        # Adding zero makes -0.0, which a masked key can leave behind, the 0.0 that it is without that key.
+        for d in range(0, dim - LANES + 1, LANES):
+            scatter(strips, to + (column + d) * step, step, add(mul(load(output, begin + d), splat(share)), splat(0.0)))
+        for d in range(dim // LANES * LANES, dim):
+            put(strips, to + (column + d) * step, get(output, begin + d) * share + np.float32(0.0))
 
 
 @kernel

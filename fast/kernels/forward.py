@@ -21,12 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fast.kernels.attention import GROUP_SIZES, attention, rotate_and_write
+from fast.kernels.attention import GROUP_SIZES, attention
 from fast.kernels.draw import draw
 from fast.kernels.kernel import kernel
 from fast.kernels.linear import ADD, PANEL, PLAIN, STRIP, SWIGLU, Packed, interleave, linear, pack
 from fast.kernels.norm import norm
 from fast.kernels.pool import KernelPool
+from fast.kernels.rope import rotate_and_write
 from fast.kernels.team import Team, claim, close
 from fast.kernels.vector import LANES
 from fast.model import Chunk

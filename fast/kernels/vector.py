@@ -107,6 +107,18 @@ def store(typingctx, array, index, value):
 
 
 @intrinsic
+def get(typingctx, array, index):
+    """array.flat[index], one number."""
+    if not _is_array(array, types.float32):
+        return None
+
+    def codegen(context, builder, sig, args):
+        return builder.load(_address(context, builder, sig.args[0], args[0], args[1], _F32))
+
+    return types.float32(array, types.intp), codegen
+
+
+@intrinsic
 def put(typingctx, array, index, value):
     """array.flat[index] = value, one number, rounded to nearest when the storage is half precision."""
     if not _is_array(array, types.float32, types.uint16):

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from fast.cache import BatchedPagedKVCache
-from fast.kernels.attention import attention, rotate_and_write
+from fast.kernels.attention import attention
 from fast.kernels.forward import KernelForward, KernelPool, plan_tasks
 from fast.kernels.linear import ADD, PLAIN, SWIGLU, linear
 from fast.kernels.norm import norm
+from fast.kernels.rope import rotate_and_write
 from fast.model import Chunk, Forward
 from fast.plan import DecodePlan
 from reference.weights import random_weights
