@@ -33,6 +33,7 @@ class BlockAllocator:
         self._idle: OrderedDict[int, None] = OrderedDict()  # kept blocks that nobody holds, the longest idle first
         self._kept = bytearray(num_blocks)
         self._holders = [0] * num_blocks
+        self.idle_turns = 0  # times that a block became idle or ceased to be
         self._num_owned = self._num_references = 0  # counted where a holder changes, not taken from the free list
 
     @property
@@ -75,9 +76,8 @@ class BlockAllocator:
         """
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
-        fresh = min(count, len(self._free))
-        taken = [self._free.pop() for _ in range(fresh)]
-        taken += [self._evict() for _ in range(count - fresh)]
+        # One by one: what is given up may set others free, which only it led to.
+        taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for block in taken:
             self._hold(block)
         return taken
@@ -87,6 +87,7 @@ class BlockAllocator:
         for block in blocks:
             if not self._kept[block]:
                 raise ValueError(f"block {block} is not kept, so its holder is its writer; it cannot be shared")
+            self.idle_turns += block in self._idle
             self._idle.pop(block, None)
             self._hold(block)
 
@@ -99,6 +100,7 @@ class BlockAllocator:
         self._kept[block] = 0
         if block in self._idle:
             del self._idle[block]
+            self.idle_turns += 1
             self._free.append(block)
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -117,6 +119,7 @@ class BlockAllocator:
             self._num_owned -= 1
             if self._kept[block]:
                 self._idle[block] = None
+                self.idle_turns += 1
             else:
                 self._free.append(block)
 
@@ -127,6 +130,7 @@ class BlockAllocator:
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
+        self.idle_turns += 1
         self._kept[block] = 0
         if self.on_evict is not None:
             self.on_evict(block)

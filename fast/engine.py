@@ -261,7 +261,7 @@ class Engine:
             "prefill_tokens": self.prefill.tokens - self.forwards.mixed_tokens,
             "rechecked": self.recheck.checked,
             "prefix_query_tokens": self.scheduler.query_tokens,
-            "prefix_hit_tokens": self.cache.found_tokens,
+            "prefix_hit_tokens": self.scheduler.hit_tokens,
             "prefix_blocks": 0 if self.prefix is None else len(self.prefix),
             "prefix_evictions": 0 if self.prefix is None else self.prefix.evictions,
             "moves": 0 if self.scheduler.compactor is None else self.scheduler.compactor.moves,

@@ -100,7 +100,7 @@ class Scheduler:
         self.running: dict[int, Sequence] = {}
         self.due_after = DUE_AFTER
         self.schedules = self.preemptions = 0
-        self.query_tokens = 0  # of admitted sequences that take part in the prefix cache
+        self.query_tokens = self.hit_tokens = 0  # of what is looked up in the prefix cache when it is first admitted
         self.releases = 0  # rows vacated, by an end, an abort or a preemption
         self._free_rows = list(range(cache.max_batch_size))  # a heap: the lowest free row goes first
         self._recent: deque[tuple[int, int]] = deque()  # places in line of the last `due_after` that came
@@ -248,30 +248,31 @@ class Scheduler:
         admitted: list[Sequence] = []
         while self.waiting and self._free_rows:
             head = self.waiting[0]
-            found: list[int] = []
             if self.prefix is not None and head.prefix is not None:
-                found = self.prefix.match(head.prefix, head.tokens)
-            if not self._fits(head, found):
+                self.prefix.match(head.prefix, head.tokens)
+            if not self._fits(head):
                 break  # nobody jumps the head: a smaller request behind it waits too
             self.waiting.popleft()
-            self._seat(head, heapq.heappop(self._free_rows), found)
+            self._seat(head, heapq.heappop(self._free_rows))
             admitted.append(head)
         return tuple(admitted)
 
-    def _fits(self, head: Sequence, found: list[int]) -> bool:
+    def _fits(self, head: Sequence) -> bool:
         """True when the pool holds all of its tokens, and then a block more for each row that will need one.
 
         The second half is the watermark (`reserve_growth`): with it no row that grows costs anybody its place before
         some row has filled a block, so whoever is admitted keeps its row for `block_size` steps and more.
         """
-        allocator = self.cache.allocator
-        needed = self._blocks_of(len(head.tokens)) - len(found)
-        woken = sum(1 for block in found if not allocator.holders(block))  # free until now, and no longer
-        if not (self.reserve_growth and self.running):
-            return needed + woken <= allocator.num_free
-        growing = sum(1 for row, one in self.running.items() if self._at_most(one) > len(self.cache.tables[row].blocks))
-        growing += self._at_most(head) > self._blocks_of(len(head.tokens))
-        return needed + woken + growing <= allocator.num_free
+        room = self.cache.allocator.num_free - self._blocks_of(len(head.tokens))
+        if self.reserve_growth and self.running:
+            tables = self.cache.tables
+            room -= sum(1 for row, one in self.running.items() if self._at_most(one) > len(tables[row].blocks))
+            room -= self._at_most(head) > self._blocks_of(len(head.tokens))
+        if self.prefix is None or head.prefix is None:
+            return room >= 0
+        # What is found needs no room, but for what nobody holds: it is free until now, and no longer.
+        room += len(head.prefix.entries)
+        return room >= 0 and room >= self.prefix.idle(head.prefix)
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self.cache.block_size)
@@ -304,30 +305,23 @@ class Scheduler:
 
         That is the place in `waiting` of an earlier one that is about to, or its own.
         """
-        size = self.cache.block_size
-        behind = list(range(len(waiting)))
-        computing: dict[int, int] = {}
-        for place, row in enumerate(waiting):
-            sequence, table = self.running[row], self.cache.tables[row]
-            if sequence.prefix is not None:
-                at, begun = divmod(table.length, size)
-                found = [] if begun else prefix.match(sequence.prefix, sequence.tokens)
-                # Whoever holds a published block holds those before it, or they would be given up under it.
-                apart = begun or found[:at] != table.blocks[:at]
-                if not apart and found[at:]:
-                    self.cache.share_row(row, found[at:])
-                    sequence.found += len(found[at:]) * size
-                at, names = table.length // size, prefix.names(sequence.prefix, sequence.tokens)
-                if not apart and at < (len(sequence.tokens) - 1) // size and names[at] in computing:
-                    behind[place] = computing[names[at]]
-                    continue
-                computing.update((name, place) for name in names[at:] if name not in computing)
-        return behind
+        for row in waiting:
+            sequence, stored = self.running[row], self.cache.tables[row].length
+            taken = [] if sequence.prefix is None else prefix.catch_up(sequence.prefix, sequence.tokens, stored=stored)
+            if taken:
+                self.cache.share_row(row, taken)
+                self._found(sequence, len(taken))
+        rows = [(self.running[row], self.cache.tables[row].length) for row in waiting]
+        return prefix.leaders([(sequence.prefix, sequence.tokens, stored) for sequence, stored in rows])
 
-    def _seat(self, sequence: Sequence, row: int, found: list[int]) -> None:
+    def _seat(self, sequence: Sequence, row: int) -> None:
+        found: list[int] = []
+        if self.prefix is not None and sequence.prefix is not None:
+            found = self.prefix.take(sequence.prefix, sequence.tokens)
+            self.query_tokens += 0 if sequence.preemptions else len(sequence.tokens)
         self.cache.allocator.share(found)
-        self.query_tokens += len(sequence.tokens) if sequence.prefix is not None else 0
-        sequence.found, sequence.computed = len(found) * self.cache.block_size, 0
+        sequence.found = sequence.computed = 0
+        self._found(sequence, len(found))
         sequence.admitted_at = self.schedules
         self.cache.adopt_row(row, found, sequence.found)
         self.cache.grow_row(row, len(sequence.tokens))
@@ -335,6 +329,12 @@ class Scheduler:
         self.running[row] = sequence
         if self.on_admit is not None:
             self.on_admit(row, sequence)
+
+    def _found(self, sequence: Sequence, blocks: int) -> None:
+        """Tokens that another has computed for it. After a preemption they may be its own, and are no hit."""
+        tokens = blocks * self.cache.block_size
+        sequence.found += tokens
+        self.hit_tokens += 0 if sequence.preemptions else tokens
 
     def _check_storage(self) -> None:
         """What the block tables hold, counted here, against what the allocator and the mirror say."""
@@ -353,7 +353,7 @@ class Scheduler:
         self.cache.free(row)
         del self.running[row]
         if sequence.prefix is not None:
-            sequence.prefix.entries.clear()
+            sequence.prefix.forget()
         self.releases += 1
         sequence.row = None
         heapq.heappush(self._free_rows, row)

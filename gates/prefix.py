@@ -24,10 +24,15 @@ def check_hit_verified(
     held: Sequence[tuple[int, ...]],
     salts: Sequence[str],
     linked: Sequence[bool],
+    published: Sequence[bool],
 ) -> None:
-    """Each block of a hit holds this request's own tokens, under its salt, behind the block that is hit before it."""
+    """Each block of a hit is published, and holds this request's own tokens, under its salt, behind the one before it.
+
+    `tokens` begin with the first block of the hit.
+    """
     at = 0
-    for index, (ids, theirs, follows) in enumerate(zip(held, salts, linked, strict=True)):
+    for index, (ids, theirs, follows, known) in enumerate(zip(held, salts, linked, published, strict=True)):
+        require(known, f"block {index} of a hit was given up since it was found; its next owner may be writing it")
         wanted = tuple(tokens[at : at + len(ids)])
         require(ids == wanted, f"block {index} of a hit holds tokens {list(ids)}, the request has {list(wanted)}")
         require(theirs == salt, f"block {index} of a hit has salt {theirs!r}, the request {salt!r}")

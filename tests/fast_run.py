@@ -48,7 +48,7 @@ class FastRun:
         self.answers: list[Answer] = []
         self.open: dict[str, Answer] = {}
         self.aborted: Counter[str] = Counter()  # states of `STATES` in which somebody was aborted
-        self.steps = 0
+        self.steps = self.told_cached = 0
         self._due: list[str] = []  # states in which nobody was yet when their abort was told
         self._ended: list[str] = []  # ids that the last step ended
 
@@ -94,6 +94,7 @@ class FastRun:
                 raise self.error(f"step {self.steps}: an event of {event.request_id!r}, which is not open: {event}")
             answer = self.open[event.request_id]
             answer.completion.add(event)
+            self.told_cached += event.cached_tokens
             if event.token_id is not None:
                 answer.steps.append(self.steps)
             if event.finish_reason is not None:
@@ -124,6 +125,8 @@ class FastRun:
         mirrored = engine.cache.slot_table.lengths(range(engine.cache.max_batch_size))
         if engine.has_work or self.open or any(held) or any(mirrored):
             raise self.error(f"an idle engine holds something: {stats}, rows mirror {mirrored}")
+        if stats["prefix_hit_tokens"] != self.told_cached and not self.aborted:
+            raise self.error(f"{self.told_cached} tokens are told as cached, the metric counts {stats}")
         reasons = {reason for reason, steps in stats["eager"].items() if steps}
         if stats["decode_steps"] != stats["replayed"] + sum(stats["eager"].values()):
             raise self.error(f"decode steps are missing from the books: {stats}")

@@ -135,3 +135,11 @@ def work_of(engine: Engine, steps: int) -> Counter[str]:
             sys.setprofile(before[1])
             gc.enable()
     return work
+
+
+def sharing(*, num_blocks: int, chunk_tokens: int, rows: int = 4) -> Engine:
+    """An engine with the prefix cache on that has been asked nothing yet."""
+    sizes = {"max_batch_size": rows, "block_size": 16}
+    cache = BatchedPagedKVCache(CONFIG, num_blocks=num_blocks, max_model_len=num_blocks * 16, **sizes)
+    forward: Any = FixedForward(rows)
+    return Engine(forward, cache, prefix_cache=True, chunk_tokens=chunk_tokens, reserve_growth=True)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import pytest
 
+from fast.engine import Engine
 from gates.core import at_level
-from tests.hostwork import decoding, work_of
+from reference.request import Request, SamplingParams
+from tests.hostwork import decoding, fixed_sampler, sharing, work_of
 
 STEPS = 17
 
@@ -61,3 +63,52 @@ def test_counting_sees_a_rectangle_that_is_rebuilt(monkeypatch):
     monkeypatch.setattr(slots.SlotTable, "sync", rebuilding)
     short, long = work("off"), work("off", context=1024)
     assert sum(long.values()) > 4 * sum(short.values())
+
+
+# What looks prompts up in the prefix cache, follows those that compute one together, and decides who is admitted.
+LOOKS = {
+    "match",
+    "take",
+    "catch_up",
+    "leaders",
+    "idle",
+    "publish",
+    "_live",
+    "_same",
+    "_add",
+    "_follow",
+    "_fits",
+    "_admit",
+}
+
+
+def looks_of(engine: Engine, *, after: int, steps: int) -> int:
+    """Bytecodes of those functions, comprehensions in them not counted, in so many steps after some others."""
+    with at_level("off"):
+        with fixed_sampler():
+            for _ in range(after):
+                engine.step()
+        work = work_of(engine, steps)
+    return sum(work[name] for name in LOOKS)
+
+
+def test_prompts_in_chunks_are_followed_at_the_same_cost_at_their_first_blocks_and_at_their_last():
+    engine = sharing(num_blocks=400, chunk_tokens=64)
+    for name, first, length in (("a", 5, 2400), ("b", 6, 2000)):
+        engine.submit(Request((first,) * length, SamplingParams(max_tokens=2), name))
+    early, late = looks_of(engine, after=2, steps=3), looks_of(engine, after=50, steps=3)
+    assert engine.scheduler.running[1].computed == 58 * 32, "both were computed two blocks a step"
+    assert early == late > 0
+
+
+def test_a_prompt_that_waits_is_looked_up_at_the_same_cost_whatever_was_found_of_it():
+    costs = []
+    for blocks in (4, 150):
+        engine = sharing(num_blocks=blocks + 8, chunk_tokens=4096)
+        for name, tail, answer in (("runs", 3, 90), ("waits", 16 * 7, 2)):
+            prompt = ((5,) * 16 * blocks) + (7,) * tail
+            engine.submit(Request(prompt, SamplingParams(max_tokens=answer, ignore_eos=True), name))
+        costs.append(looks_of(engine, after=3, steps=17))
+        assert [one.request.id for one in engine.scheduler.waiting] == ["waits"]
+        assert len(engine.scheduler.waiting[0].prefix.entries) == blocks, "found, and held by the one that runs"
+    assert costs[0] == costs[1] > 0

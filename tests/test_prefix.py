@@ -63,6 +63,13 @@ def published(cache: PrefixCache, tokens: list[int], salt: str = "") -> tuple[Pr
     return prefix, blocks
 
 
+def find(cache: PrefixCache, tokens: list[int], salt: str = "") -> list[int]:
+    """The blocks that a new request of these tokens takes."""
+    prefix = Prefix(salt)
+    cache.match(prefix, tokens)
+    return cache.take(prefix, tokens)
+
+
 # ---- holds ------------------------------------------------------------------------------------------------------
 
 
@@ -174,10 +181,10 @@ def test_the_longest_unused_goes_first_and_a_prefix_outlives_what_stands_behind_
     cache.allocator.free(theirs)
     assert (cache.allocator.num_free, cache.allocator.num_idle, len(cache)) == (5, 4, 4)
     cache.allocator.allocate(2)  # the free one, and of the idle the tail of the first prefix
-    assert cache.match(Prefix(""), [1, 2, 3, 4, 5, 6, 7]) == blocks[:2]
+    assert find(cache, [1, 2, 3, 4, 5, 6, 7]) == blocks[:2]
     cache.allocator.allocate(2)
-    assert cache.match(Prefix(""), [1, 2, 3, 4]) == []
-    assert cache.match(Prefix(""), [9, 9, 9]) == theirs
+    assert find(cache, [1, 2, 3, 4]) == []
+    assert find(cache, [9, 9, 9]) == theirs
     assert cache.evictions == 3
     assert prefix.names[0] != other.names[0]
 
@@ -186,9 +193,9 @@ def test_a_name_that_two_prefixes_share_is_the_first_ones_and_misleads_nobody():
     cache = blank(name_of=lambda parent, token_ids, salt: 7)  # every name collides
     _, blocks = published(cache, [1, 2])
     _, others = published(cache, [5, 6])
-    assert cache.match(Prefix(""), [1, 2, 3]) == blocks
-    assert cache.match(Prefix(""), [5, 6, 3]) == []
-    assert cache.match(Prefix("salt"), [1, 2, 3]) == []
+    assert find(cache, [1, 2, 3]) == blocks
+    assert find(cache, [5, 6, 3]) == []
+    assert find(cache, [1, 2, 3], "salt") == []
     assert [cache.allocator.is_kept(block) for block in (*blocks, *others)] == [True, False]
 
 
@@ -196,7 +203,7 @@ def test_a_block_is_found_only_behind_the_block_that_it_followed():
     cache = blank(name_of=lambda parent, token_ids, salt: hash(token_ids))  # names do not tell what came before
     published(cache, [1, 2, 5, 6])
     _, others = published(cache, [3, 4])
-    assert cache.match(Prefix(""), [3, 4, 5, 6, 7]) == others
+    assert find(cache, [3, 4, 5, 6, 7]) == others
 
 
 @pytest.mark.parametrize("reserve_growth", [False, True])
@@ -219,7 +226,7 @@ def test_each_salt_has_blocks_of_its_own():
     cache = blank()
     blocks = {salt: published(cache, [1, 2, 3, 4], salt)[1] for salt in ("", "s")}
     for salt, own in blocks.items():
-        assert cache.match(Prefix(salt), [1, 2, 3, 4, 5]) == own
+        assert find(cache, [1, 2, 3, 4, 5], salt) == own
 
 
 def test_whoever_computed_a_block_for_itself_takes_none_that_stands_behind_anothers():
@@ -248,9 +255,9 @@ def test_what_stands_behind_a_lost_block_is_published_anew():
     assert cache.publish(prefix, [1, 2], copy, computed=2) == [(blocks[0], copy[0])]
     cache.allocator.free(blocks[:1])
     cache.allocator.allocate(3)  # the first block of the published prefix is given up, its second is still held
-    assert cache.match(Prefix(""), [1, 2, 3, 4, 5]) == []
+    assert find(cache, [1, 2, 3, 4, 5]) == []
     assert cache.publish(prefix, [1, 2, 3, 4], copy, computed=4) == []
-    assert cache.match(Prefix(""), [1, 2, 3, 4, 5]) == copy
+    assert find(cache, [1, 2, 3, 4, 5]) == copy
 
 
 def test_only_what_is_kept_can_be_shared():
@@ -305,10 +312,10 @@ def test_preempted_readmitted_and_found_again_loses_and_repeats_no_token(length:
     stats = run.engine.stats()
     assert stats["preemptions"] >= 1 or length >= 32  # two blocks of the longer prompts are shared
     assert [len(completion.token_ids) for completion in run.completions.values()] == [40, 40]
-    assert stats["prefix_hit_tokens"] > 0
+    assert run.engine.cache.found_tokens > 0
 
 
-def test_what_a_request_computed_itself_before_a_preemption_is_not_told_as_cached():
+def test_what_a_request_computed_itself_before_a_preemption_is_no_hit_and_is_not_told_as_cached():
     engine = tiny_engine(
         block_size=4, num_blocks=18, max_batch_size=2, max_model_len=72, chunk_tokens=4, prefix_cache=True
     )
@@ -318,9 +325,27 @@ def test_what_a_request_computed_itself_before_a_preemption_is_not_told_as_cache
     told = []
     while engine.has_work:
         told += [event.cached_tokens for event in engine.step() if event.request_id == "given up"]
-    assert engine.stats()["preemptions"] == 1
-    assert engine.stats()["prefix_hit_tokens"] > 0, "it found its own blocks"
-    assert told == [0]
+    stats = engine.stats()
+    assert stats["preemptions"] == 1
+    assert engine.cache.found_tokens > 0, "it found its own blocks"
+    assert (told, stats["prefix_hit_tokens"], stats["prefix_query_tokens"]) == ([0], 0, 64), "looked up once each"
+
+
+def test_what_was_found_before_the_first_preemption_is_told_after_the_second():
+    engine = tiny_engine(
+        block_size=4, num_blocks=20, max_batch_size=2, max_model_len=80, chunk_tokens=4, prefix_cache=True
+    )
+    ask(engine, "first", ids(17))
+    engine.submit(Request(ids(60), replace(GREEDY, max_tokens=3), "twice"))
+    told: list[int] = []
+    for _ in range(2):
+        for _ in range(3):
+            engine.step()
+        engine.scheduler._preempt(engine.scheduler.running[0])
+    while engine.has_work:
+        told += [event.cached_tokens for event in engine.step()]
+    assert engine.cache.found_tokens > 2 * 24, "what it had computed was found again, twice"
+    assert (told, engine.stats()["prefix_hit_tokens"]) == ([16, 0, 0], 16)
 
 
 # ---- rejects ----------------------------------------------------------------------------------------------------
@@ -331,11 +356,33 @@ def test_gate_rejects_a_hit_by_its_name_alone(monkeypatch: pytest.MonkeyPatch):
     cache = blank(name_of=lambda parent, token_ids, salt: len(token_ids))
     published(cache, [1, 2], salt="a")
     with pytest.raises(GateError, match=r"block 0 of a hit holds tokens \[1, 2\], the request has \[5, 6\]"):
-        cache.match(Prefix("a"), [5, 6, 7])
+        find(cache, [5, 6, 7], "a")
     with pytest.raises(GateError, match="block 0 of a hit has salt 'a', the request 'b'"):
-        cache.match(Prefix("b"), [1, 2, 7])
+        find(cache, [1, 2, 7], "b")
     with pytest.raises(GateError, match="block 1 of a hit stands behind another prefix"):
-        check_hit_verified(tokens=[1, 2, 3], salt="", held=[(1,), (2,)], salts=["", ""], linked=[True, False])
+        check_hit_verified(
+            tokens=[1, 2, 3],
+            salt="",
+            held=[(1,), (2,)],
+            salts=["", ""],
+            linked=[True, False],
+            published=[True, True],
+        )
+
+
+def test_gate_rejects_a_block_that_was_given_up_between_the_look_and_the_admission(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        PrefixCache, "_live", lambda cache, prefix: prefix.entries
+    )  # the fault: found once, found for ever
+    cache = blank(blocks=3)
+    _, blocks = published(cache, [1, 2, 3, 4])
+    waits = Prefix("")
+    assert len(cache.match(waits, [1, 2, 3, 4, 5])) == 2
+    cache.allocator.free(blocks)
+    cache.allocator.allocate(2)
+    cache.match(waits, [1, 2, 3, 4, 5])
+    with pytest.raises(GateError, match="block 1 of a hit was given up since it was found"):
+        cache.take(waits, [1, 2, 3, 4, 5])
 
 
 def test_gate_rejects_a_prompt_that_is_found_whole():
@@ -368,8 +415,8 @@ def test_gate_rejects_a_write_into_a_block_that_others_read(monkeypatch: pytest.
 def test_gate_rejects_a_token_that_is_computed_twice(monkeypatch: pytest.MonkeyPatch):
     seat = Scheduler._seat
 
-    def forgets(scheduler: Scheduler, sequence, row: int, found: list[int]) -> None:
-        seat(scheduler, sequence, row, found)
+    def forgets(scheduler: Scheduler, sequence, row: int) -> None:
+        seat(scheduler, sequence, row)
         sequence.found = 0  # the fault
 
     monkeypatch.setattr(Scheduler, "_seat", forgets)
@@ -419,31 +466,44 @@ def test_gate_rejects_holders_that_no_table_accounts_for():
 @given(data=st.data())
 def test_any_prompts_over_few_ids_find_what_is_theirs(data: st.DataObject):
     cache = blank(blocks=data.draw(st.integers(4, 12)))
+    allocator = cache.allocator
     held: list[list[int]] = []
+    waiting: list[tuple[list[int], Prefix]] = []  # prompts that look again and again
     for _ in range(data.draw(st.integers(1, 12))):
         tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=7))
         prefix = Prefix(data.draw(st.sampled_from(["", "x"])))
-        found = cache.match(prefix, tokens)
+        waiting.append((tokens, Prefix(prefix.salt)))
+        cache.match(prefix, tokens)
+        found = cache.take(prefix, tokens)
         for at, block in enumerate(found):
             entry = cache._by_block[block]
             assert (entry.token_ids, entry.salt) == (tuple(tokens[2 * at : 2 * at + 2]), prefix.salt)
         cache.allocator.share(found)
         short = -(-len(tokens) // 2) - len(found)
-        if short > cache.allocator.num_free:
-            cache.allocator.free(found)
+        if short > allocator.num_free:
+            allocator.free(found)
             while held:
-                cache.allocator.free(held.pop())
+                allocator.free(held.pop())
             continue
-        blocks = [*found, *cache.allocator.allocate(short)]
+        blocks = [*found, *allocator.allocate(short)]
         cache.publish(prefix, tokens, blocks, computed=len(tokens))
         held.append(blocks)
         if data.draw(st.booleans()):
-            cache.allocator.free(held.pop(0))
-        allocator = cache.allocator
+            allocator.free(held.pop(0))
         holders = [allocator.holders(block) for block in range(allocator.num_blocks)]
         check_holders_counted(tables=dict(enumerate(held)), holders=holders)
         assert allocator.num_free + allocator.num_owned == allocator.num_blocks
         assert len(cache) == sum(allocator.is_kept(block) for block in range(allocator.num_blocks))
+        for entry in cache._by_block.values():
+            assert entry.parent is None or cache._by_block[entry.parent.block] is entry.parent, (
+                "published behind nothing"
+            )
+        for asked, earlier in waiting:
+            anew = Prefix(earlier.salt)
+            assert cache.match(earlier, asked) == cache.match(anew, asked), (
+                "what was found earlier is what is found now"
+            )
+            assert cache.idle(earlier) == sum(holders[entry.block] == 0 for entry in earlier.entries)
 
 
 # ---- the real model ---------------------------------------------------------------------------------------------

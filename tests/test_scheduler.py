@@ -382,7 +382,7 @@ def test_gate_rejects_an_arrival_that_is_preempted_and_admitted_in_one_step():
 
 
 def test_gate_rejects_a_preemption_right_after_an_admission(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Scheduler, "_fits", lambda scheduler, head, found: True)  # the fault: no room is kept
+    monkeypatch.setattr(Scheduler, "_fits", lambda scheduler, head: True)  # the fault: no room is kept
     scheduler = make(rows=3, blocks=4, reserve_growth=True)
     for arrival in range(2):
         scheduler.add(sequence(arrival, 4, 4))
@@ -393,7 +393,7 @@ def test_gate_rejects_a_preemption_right_after_an_admission(monkeypatch: pytest.
 
 
 def test_gate_rejects_an_empty_batch_in_front_of_a_queue(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Scheduler, "_fits", lambda scheduler, head, found: False)  # the fault: a head that never fits
+    monkeypatch.setattr(Scheduler, "_fits", lambda scheduler, head: False)  # the fault: a head that never fits
     scheduler = make()
     scheduler.add(sequence(0, 2, 4))
     with pytest.raises(GateError, match="1 requests wait, 0 run and none was preempted"):

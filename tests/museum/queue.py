@@ -251,8 +251,8 @@ EXHIBITS = (
         edits=(
             Edit(
                 BlockAllocator.allocate,
-                "[self._free.pop() for _ in range(fresh)]",
-                "[self._free[-1 - i] for i in range(fresh)]",
+                "self._free.pop() if self._free else self._evict() for _ in",
+                "self._free[-1 - i] if self._free else self._evict() for i in",
             ),
         ),
         scene=scenes.captured_rush,

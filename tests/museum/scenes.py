@@ -160,6 +160,13 @@ def equal_prompts(**changes: Any) -> Engine:
     return play(((0, asked[0]), (0, asked[1]), (3, asked[2]), (4, longer)), prefix_cache=True, **(CAPTURED | changes))
 
 
+def parting_prompts() -> Engine:
+    """Two prompts at once that share their first block and no more, a few tokens of each a step."""
+    asked = [replace(request(n, 13 - 5 * i, 5), prompt_ids=request("p", 4, 1).prompt_ids) for i, n in enumerate("ab")]
+    asked = [replace(one, prompt_ids=(*one.prompt_ids, *(9 + i,) * (9 - 5 * i))) for i, one in enumerate(asked)]
+    return play(tuple((0, one) for one in asked), prefix_cache=True, chunk_tokens=4, **CAPTURED)
+
+
 def unequal_prompts() -> Engine:
     """Prompts of one length that begin otherwise, one after the other."""
     asked = [(4 * i, request(name, 8 + i, 5)) for i, name in enumerate(("a", "bb", "ccc"))]
