@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.metrics import Metrics
+from serve.stream import PLAIN_SEND
 from serve.ticket import Ticket
 from serve.timeline import Timeline
 
@@ -99,6 +100,7 @@ class Access:
                 message = {**message, "headers": [*message.get("headers", ()), (HEADER, request_id)]}
             await send(message)
 
+        scope[PLAIN_SEND] = send
         try:
             await self._app(scope, receive, tagged)
         finally:

@@ -26,6 +26,7 @@ from serve.access import Access, Sink, note_answers
 from serve.answer import Answer, best
 from serve.bodies import B, read_body
 from serve.errors import NOT_FOUND, ApiError, from_value_error, install_error_handlers, shown
+from serve.events import EventWriter, sse
 from serve.guard import install_guards
 from serve.guide import Guides
 from serve.limits import ServerLimits
@@ -38,7 +39,7 @@ from serve.playground import playground
 from serve.prompts import Job, check_num_answers, limits_of, plan_chat, plan_completion
 from serve.protocol import ChatBody, CompletionBody, SamplingBody
 from serve.replies import ChatReply, CompletionReply, to_json, usage
-from serve.stream import ClientGone, EventStream, pieces, sse, until_gone
+from serve.stream import ClientGone, EventStream, pieces, until_gone
 from serve.ticket import Ticket
 from serve.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from serve.version import version
@@ -293,9 +294,8 @@ async def _chunks(
     ticket: Ticket, answers: Sequence[Answer], body: SamplingBody, job: Job, reply: CompletionReply | ChatReply
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream, as many as have come at a time. Usage is null in all but the last, when asked for."""
-    nulls = {"usage": None} if body.include_usage else {}
+    writer = EventWriter(reply, more={"usage": None} if body.include_usage else {})
     async for batch in pieces(ticket, answers):
-        chunks = [chunk for index, piece in batch for chunk in reply.chunks(index, piece)]
-        yield b"".join(sse(to_json({**chunk, **nulls})) for chunk in chunks)
+        yield b"".join([writer.write(index, piece) for index, piece in batch])
     if body.include_usage:
         yield sse(to_json(reply.last(usage(answers, num_prompt_tokens=job.num_prompt_tokens, n=job.params.n))))

@@ -65,7 +65,8 @@ async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> An
 
 async def _collect(request: Request, max_bytes: int) -> bytearray:
     told = request.headers.get("content-length", "0")
-    too_large = ApiError(413, f"body: longer than {max_bytes} bytes", code="body_too_large")
+    message = f"body: longer than {max_bytes} bytes"
+    too_large = ApiError(413, message, code="body_too_large", headers={"connection": "close"})
     if len(told) > 18 or int(told) > max_bytes:  # digits alone: the HTTP parser has refused anything else
         raise too_large
     data = bytearray()

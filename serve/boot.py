@@ -337,10 +337,9 @@ def _run(
     sinks: Sequence[Sink],
 ) -> list[BaseException]:
     """Serve until told to stop; what killed the engine, if something did."""
-    import uvicorn
-
     from serve.app import build_app
     from serve.shutdown import DrainingServer
+    from serve.wire import server_config
 
     death: list[BaseException] = []
 
@@ -349,8 +348,7 @@ def _run(
         server.should_exit = True
 
     app = build_app(engine, loaded.tokenizer, model_name=name, limits=limits, on_death=on_death, sinks=sinks)
-    config = uvicorn.Config(app, log_level="warning", access_log=False)
-    server = DrainingServer(config, app.state.engine_loop, drain_s=limits.drain_s)
+    server = DrainingServer(server_config(app), app.state.engine_loop, drain_s=limits.drain_s)
     try:
         server.run(sockets=[listener])
     finally:

@@ -16,9 +16,10 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from serve.errors import ApiError
+from serve.events import sse
 from serve.loop import EngineLoop
 from serve.replies import to_json
-from serve.stream import EventStream, sse
+from serve.stream import EventStream
 
 FRAME_SECONDS = 0.08
 MAX_VIEWERS = 16

@@ -20,11 +20,12 @@ from serve.answer import Answer, Piece, Position
 from serve.tools import CallParser, ToolCall, ToolUse
 
 NO_LOGPROB = -9999.0
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 def to_json(value: Any) -> bytes:
     """Compact JSON in ASCII; NaN and infinities are refused."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return _ENCODER.encode(value).encode("ascii")
 
 
 def usage(answers: Sequence[Answer], *, num_prompt_tokens: int, n: int) -> dict[str, Any]:
@@ -71,6 +72,10 @@ class CompletionReply:
     def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         """The chunk of one piece."""
         return [{**self._envelope(), "choices": [self._choice(index, piece)]}]
+
+    def is_plain(self, index: int, piece: Piece) -> bool:
+        """True when its chunk is that of any other plain piece of this choice, but for the text."""
+        return not piece.positions and piece.finish_reason is None
 
     def last(self, counts: dict[str, Any]) -> dict[str, Any]:
         """The chunk with the counts."""
@@ -146,6 +151,11 @@ class ChatReply:
             reason = self._reason(index, piece.finish_reason)
             made.append(self._chunk(index, delta, self._logprobs(piece.positions), reason))
         return made
+
+    def is_plain(self, index: int, piece: Piece) -> bool:
+        """True when its one chunk is that of any other plain piece of this choice, but for the text."""
+        alone = bool(piece.text) and not piece.positions and piece.finish_reason is None
+        return alone and self.tools is None and index in self._begun
 
     def last(self, counts: dict[str, Any]) -> dict[str, Any]:
         """The chunk with the counts."""

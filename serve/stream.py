@@ -14,11 +14,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from gates.stream import check_all_answers_ended
 from serve.answer import Answer, AnswerFailed, Piece
 from serve.errors import ApiError, bad_request, engine_failed, internal_error
+from serve.events import sse
 from serve.guide import FIELDS
 from serve.ticket import Ticket
 
@@ -27,6 +28,7 @@ log = logging.getLogger("nanoserve")
 T = TypeVar("T")
 
 KEEP_ALIVE = b": keep-alive\n\n"
+PLAIN_SEND = "nanoserve.send"  # in the scope: the server's own `send`, which no layer has wrapped
 
 
 class ClientGone(Exception):
@@ -100,9 +102,14 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until done or the client is gone. A client that does not read blocks this coroutine alone."""
+        """Send until done or the client is gone. A client that does not read blocks this coroutine alone.
+
+        Layers look at an answer's start. What follows, a message a token, goes past them.
+        """
+        start: Message = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         try:
-            await until_gone(receive, self._send(send))
+            await send(start)
+            await until_gone(receive, self._send(scope.get(PLAIN_SEND, send)))
         except ClientGone:
             pass
         finally:
@@ -110,7 +117,6 @@ class EventStream(Response):
             await self._chunks.aclose()
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         beat = asyncio.ensure_future(self._beat(send))
         try:
             async for data in self._chunks:
@@ -132,11 +138,6 @@ class EventStream(Response):
             await asyncio.sleep(self._keep_alive_s)
             if self._silent:
                 await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
-
-
-def sse(data: bytes) -> bytes:
-    """One event; `data` holds no line break, since JSON escapes them."""
-    return b"data: " + data + b"\n\n"
 
 
 def _given_up(reason: str) -> ApiError:

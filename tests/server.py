@@ -29,6 +29,7 @@ from reference.tokenizer import ByteTokenizer, Tokenizer
 from reference.weights import random_weights
 from serve.app import build_app
 from serve.limits import ServerLimits
+from serve.wire import server_config
 from tests.harness import tiny_config
 
 MODEL = "tiny"
@@ -237,7 +238,8 @@ def serving(engine: Any, tokenizer: Tokenizer | None = None, *, wrap: Any = None
         wrap(app)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    config = uvicorn.Config(app, log_level="critical", lifespan="on", ws="none", timeout_graceful_shutdown=3)
+    config = server_config(app, log_level="critical")
+    config.timeout_graceful_shutdown = 3
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()

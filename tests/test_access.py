@@ -86,7 +86,9 @@ def test_a_sink_that_fails_fails_no_request():
 
 def test_a_made_up_method_is_no_label_of_its_own():
     with serving(ScriptedEngine()) as served:
-        assert served.http.request("BREW", "/health").status_code == 405
+        assert served.http.request("PURGE", "/health").status_code == 405
+        assert served.http.request("BREW", "/health").status_code == 400  # no method at all
         text = served.http.get("/metrics").text
     assert 'method="other"' in text
     assert "BREW" not in text
+    assert "PURGE" not in text

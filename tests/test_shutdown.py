@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-import uvicorn
 
 from serve.app import build_app
 from serve.limits import ServerLimits
 from serve.shutdown import DrainingServer, terminate_as_interrupt
+from serve.wire import server_config
 from tests.server import DEADLINE_S, MODEL, ByteTokenizer, ScriptedEngine, eventually
 from tests.test_boot import served
 
@@ -26,8 +26,7 @@ def draining(engine: ScriptedEngine, *, drain_s: float) -> Iterator[tuple[Draini
     """The real shutdown over a scripted engine."""
     app = build_app(engine, ByteTokenizer(), model_name=MODEL, limits=ServerLimits(drain_s=drain_s))
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_level="critical", lifespan="on", ws="none")
-    server = DrainingServer(config, app.state.engine_loop, drain_s=drain_s)
+    server = DrainingServer(server_config(app, log_level="critical"), app.state.engine_loop, drain_s=drain_s)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     eventually(lambda: server.started)

@@ -13,7 +13,6 @@ from gates.stream import check_all_answers_ended, check_answers_end_once
 from reference.request import Event, SamplingParams, TokenLogprobs
 from reference.tokenizer import ByteTokenizer
 from serve.answer import Answer, AnswerFailed, Piece
-from serve.stream import sse
 from tests.server import EOS, piece_tokenizer
 
 BYTES = ByteTokenizer()
@@ -99,10 +98,6 @@ def test_logprobs_travel_with_the_first_text_at_or_after_their_token():
         ("ď", [1, 1]),
         ("b", [2]),
     ]
-
-
-def test_an_event_is_one_line_and_a_blank_one():
-    assert sse(b"{}") == b"data: {}\n\n"
 
 
 # ---- rejects ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,125 @@
+"""Bytes of a connection, before they are a request and after they are an answer: which parser, and what it may hold.
+
+uvicorn on httptools (the parser of Node.js, in C): a token that is sent passes no state machine in Python. What is no
+HTTP gets OpenAI's envelope like every other refusal; a head that is too long, or that does not end in time, is refused
+before anything else has heard of it, so that open connections and the bytes they hold are bounded. Who offers to go on
+in another protocol (Java's client offers HTTP/2 with each request) is answered in this one, as RFC 9110 has it: that
+parser stops at such a head, so uvicorn's other one takes the connection over.
+
+Proof: tests/test_wire.py. Story: limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from serve.errors import ApiError, bad_request
+
+HEAD_BYTES = 2**16  # of a request's line and headers that have not ended
+HEAD_SECONDS = 30.0  # from a connection, or the first byte of its next request, to the end of the head
+
+
+def server_config(app: FastAPI, *, log_level: str = "warning") -> uvicorn.Config:
+    """How this application is served; the sockets are the caller's. No websockets, and Python's own event loop:
+    with a sleeping client uvloop's cost a token was the same."""
+    kind: dict[str, Any] = {"http": Connection, "ws": Unmoved, "loop": "asyncio", "lifespan": "on"}
+    return uvicorn.Config(app, **kind, log_level=log_level, access_log=False)
+
+
+class Connection(HttpToolsProtocol):
+    """One client's connection. uvicorn's own, with a bound on heads and an envelope for what cannot be parsed."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._data = b""  # being parsed
+        self._num_heads = 0  # begun so far
+        self._head_bytes = 0  # of the one that has not ended, after the read in which it began
+        self._head_timer: asyncio.TimerHandle | None = None  # None: no head is waited for
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has come, and is to say what it wants."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has gone."""
+        self._end_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Some bytes: of a head, of a body, or of several requests in a row."""
+        before, self._data = self._num_heads, data
+        super().data_received(data)
+        if self._head_timer is None or self._num_heads != before or self.transport.is_closing():
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > HEAD_BYTES:
+            self._refuse(ApiError(431, f"headers: not complete after {HEAD_BYTES} bytes", code="headers_too_large"))
+
+    def on_message_begin(self) -> None:
+        """The parser saw a first byte."""
+        super().on_message_begin()
+        self._num_heads += 1
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        """The parser saw the blank line."""
+        self._end_head()
+        super().on_headers_complete()
+
+    def handle_websocket_upgrade(self) -> None:
+        """The parser stopped at a head that offers another protocol: the one named `ws` above goes on from there."""
+        stopped = sys.exc_info()[1]
+        if stopped is None or (self.cycle is not None and not self.cycle.response_complete):
+            self.transport.close()  # an answer is being written, and its end would find nobody
+            return
+        super().handle_websocket_upgrade()
+        if rest := self._data[stopped.args[0] :]:  # nothing would be the connection's end
+            self.transport.get_protocol().data_received(rest)  # type: ignore[attr-defined]
+
+    def _should_upgrade(self) -> bool:
+        return True
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's answer to what the parser refused, which it calls while it handles the parser's exception."""
+        self._refuse(bad_request(f"request: not HTTP/1.1: {sys.exc_info()[1] or msg}", code="malformed_request"))
+
+    def _await_head(self) -> None:
+        self._end_head()
+        self._head_bytes = 0
+        late = ApiError(408, f"headers: not complete after {HEAD_SECONDS:g} seconds", code="headers_timeout")
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._refuse, late)
+
+    def _end_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self._head_timer = None
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer and hang up; only hang up where the bytes would be taken for another's answer, or for an early one."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        asked = self._num_heads > 0 or error.status == 400
+        if asked and not answering:
+            response = error.response()
+            headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
+            head = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+            self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + bytes(response.body))
+        self.transport.close()
+
+
+class Unmoved(H11Protocol):
+    """The connection of a client that offered another protocol; it stays with this one, whatever it offers."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.ws_protocol_class = None
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: a client may offer it with every request."""

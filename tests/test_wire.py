@@ -1,0 +1,121 @@
+"""Connections: what is no HTTP is told so in the one envelope, heads are bounded, offers of clients are passed over."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from tests.server import DEADLINE_S, MODEL, ScriptedEngine, Served, eventually, says, serving
+
+BODY = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2}).encode()
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n" % len(BODY)
+NEXT = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(ScriptedEngine(says("ab"))) as running:
+        yield running
+
+
+def said(served: Served, parts: Sequence[bytes]) -> bytes:
+    """All that comes back until the server hangs up; each part is sent once the one before has an answer."""
+    with socket.create_connection(("127.0.0.1", served.port), timeout=DEADLINE_S) as client:
+        answer = b""
+        for part in parts:
+            client.sendall(part)
+            answer += client.recv(2**16)
+        while more := client.recv(2**16):
+            answer += more
+    return answer
+
+
+def read_until(client: socket.socket, wanted: bytes) -> None:
+    answer = b""
+    while wanted not in answer:
+        more = client.recv(2**16)
+        assert more, answer
+        answer += more
+
+
+def error_of(answer: bytes, status: bytes) -> dict[str, str]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 " + status)
+    assert b"connection: close" in head
+    assert b"content-type: application/json" in head
+    return json.loads(body)["error"]
+
+
+# ---- holds ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offer", [b"", H2C, b"connection: upgrade\r\nupgrade: websocket\r\n"])
+@pytest.mark.parametrize("cut", [0, 5])
+def test_an_offer_to_go_on_in_another_protocol_is_not_taken_up(served: Served, offer: bytes, cut: int):
+    head = POST + offer + b"\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=DEADLINE_S) as client:
+        client.sendall(head + BODY[:cut])
+        assert served.http.get("/version").status_code == 200  # by now the first bytes have been read alone
+        client.sendall(BODY[cut:])
+        read_until(client, b'"text":"ab"')
+        client.sendall(NEXT)
+        read_until(client, b'{"version":')
+
+
+def test_requests_in_a_row_are_answered_in_order(served: Served):
+    answer = said(served, [POST + b"\r\n" + BODY + NEXT])
+    assert answer.index(b'"text":"ab"') < answer.index(b'{"version":')
+
+
+# ---- rejects ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "reason"),
+    [
+        (b"hello\r\n\r\n", "Invalid method"),
+        (b"\x16\x03\x01\x02\x00\x01\x00", "Invalid method"),
+        (b"GET / HTTP/9.9\r\n\r\n", "Invalid HTTP version"),
+        (b"GET / HTTP/1.1\r\nhost x\r\n\r\n", "Invalid header"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\ncontent-length: 5\r\n\r\n", "Content-Length"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n", "Transfer-Encoding"),
+    ],
+)
+def test_what_is_no_http_is_a_400_with_the_reason(served: Served, request_bytes: bytes, reason: str):
+    error = error_of(said(served, [request_bytes]), b"400")
+    assert (error["type"], error["code"]) == ("invalid_request_error", "malformed_request")
+    assert reason in error["message"]
+    assert served.post(prompt="x").status_code == 200
+
+
+@pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nx: "])
+def test_a_head_without_an_end_is_refused(served: Served, start: bytes, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("serve.wire.HEAD_BYTES", 1000)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=DEADLINE_S) as client:
+        client.sendall(start)
+        assert served.http.get("/version").status_code == 200
+        client.sendall(b"a" * 1001)
+        assert error_of(client.recv(2**16), b"431")["code"] == "headers_too_large"
+
+
+def test_a_head_that_takes_too_long_is_refused_and_silence_is_cut_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("serve.wire.HEAD_SECONDS", 0.05)
+    with serving(ScriptedEngine(says("ab"))) as served:
+        assert error_of(said(served, [b"GET /version HTTP/1.1\r\n"]), b"408")["code"] == "headers_timeout"
+        # Bytes that nobody has asked for would be taken for the answer to what the client sends next.
+        assert said(served, []) == b""
+        assert served.post(prompt="x").status_code == 200
+
+
+def test_garbage_behind_a_request_does_not_get_into_its_answer():
+    with serving(ScriptedEngine(step_s=0.01)) as served:
+        body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 200, "stream": True}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        answer = said(served, [head + body, b"\x00garbage\r\n\r\n"])
+        assert answer.startswith(b"HTTP/1.1 200 OK")
+        assert b"malformed" not in answer
+        eventually(served.is_idle)
