@@ -24,7 +24,7 @@ from fast.cache import BatchedPagedKVCache
 from fast.gpu import GPUForward, why_not
 from fast.inputs import DecodeInputs
 from fast.linear import MATRICES
-from fast.model import Chunk, Forward
+from fast.model import Chunk, Forward, OnLogits
 from fast.plan import DecodePlan
 from fast.pool import KERNEL_LANES, KVPoolPlan
 from fast.sampling import Work
@@ -85,11 +85,13 @@ class KernelBackend:
         self.draw(logits, Work.none(logits.shape[1]))
         self._ready = True
 
-    def prefill(self, chunks: Sequence[Chunk], cache: BatchedPagedKVCache) -> Tensor:  # [C, V]
+    def prefill(
+        self, chunks: Sequence[Chunk], cache: BatchedPagedKVCache, on_logits: OnLogits | None = None
+    ) -> Tensor:  # [C, V]
         """As `Forward.prefill`; the logits are a buffer's, good until the next prefill."""
         assert cache.kernel_pool is not None
         before = self._compiled()
-        logits = self._forward.prefill(chunks, cache.kernel_pool)
+        logits = self._forward.prefill(chunks, cache.kernel_pool, on_logits)
         self._check_compiled(before)
         return logits
 

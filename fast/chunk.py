@@ -27,7 +27,7 @@ class PlannedChunk:
     sequence: Sequence
     start: int
     count: int
-    ends: bool  # it computes the last token there is, so that the sequence's next one can be chosen
+    ends: bool  # it computes the last token there is, and the sequence's next one is to be chosen
 
 
 def share_budget(pending: Sequenced[int], budget: int, urgency: Sequenced[int] = ()) -> list[int]:
@@ -48,3 +48,8 @@ def share_budget(pending: Sequenced[int], budget: int, urgency: Sequenced[int] =
             counts[index] += given
             left -= given
     return counts
+
+
+def unanswered(chunks: Sequenced[PlannedChunk]) -> list[PlannedChunk]:
+    """Those that compute the last token of a sequence that wants no answer: it is over, and nothing is chosen."""
+    return [one for one in chunks if not one.sequence.max_tokens and one.start + one.count == len(one.sequence.tokens)]

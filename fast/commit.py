@@ -8,9 +8,13 @@ Gates: gates.engine, gates.sampling. Proof: tests/test_fast_engine.py. Story: en
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from fast.chunk import PlannedChunk
 from fast.rows import Rows, Sequence
 from fast.sampling import Sampled
 from fast.scheduler import Scheduler
+from fast.score import UnusablePrompt
 from gates import GateError
 from gates.engine import check_within_limits
 from gates.sampling import check_end_allowed
@@ -38,20 +42,31 @@ class Commit:
             events.append(event)
         return events
 
+    def end(self, chunks: Iterable[PlannedChunk], *, fail_alone: bool) -> list[Event]:
+        """The only events of sequences that want no token, once these chunks have computed the last of each."""
+        events = []
+        for chunk in chunks:
+            events.append(self._take_one(chunk.sequence, chunk.row, None, None, fail_alone))
+            self._scheduler.release(chunk.sequence)
+        return events
+
     def _take_one(
-        self, sequence: Sequence, row: int, token: int, logprobs: TokenLogprobs | None, fail_alone: bool
+        self, sequence: Sequence, row: int, token: int | None, logprobs: TokenLogprobs | None, fail_alone: bool
     ) -> Event:
-        """A token joins its sequence. With `fail_alone` a gate that this breaks ends this answer and no other."""
+        """A token, if one was chosen, joins its sequence. With `fail_alone` a gate it breaks ends this answer alone."""
         try:
-            sequence.tokens.append(token)
-            self._rows.count(row, token)
-            reason = self._finish_reason(sequence)
-            if sequence.guide is not None and reason is None:
-                sequence.guide.accept(token)
-            cached = sequence.cached if sequence.num_generated == 1 else 0
-            return Event(sequence.request.id, token, reason, logprobs, cached_tokens=cached)
-        except GateError as fault:
-            if not fail_alone:
+            prompt = sequence.prompt_logprobs()
+            reason: str | None = "length"
+            if token is not None:
+                sequence.tokens.append(token)
+                self._rows.count(row, token)
+                reason = self._finish_reason(sequence)
+                if sequence.guide is not None and reason is None:
+                    sequence.guide.accept(token)
+            cached = sequence.cached if sequence.num_generated <= 1 else 0
+            return Event(sequence.request.id, token, reason, logprobs, cached_tokens=cached, prompt_logprobs=prompt)
+        except (GateError, UnusablePrompt) as fault:
+            if isinstance(fault, GateError) and not fail_alone:
                 raise
             return Event(sequence.request.id, None, "error", error=str(fault))
 

@@ -20,6 +20,7 @@ from fast.audit import Audit
 from fast.backend import AnyForward, KernelBackend, build_backend, facts_of
 from fast.cache import BatchedPagedKVCache
 from fast.capture import Recorder
+from fast.chunk import unanswered
 from fast.commit import Commit
 from fast.compact import RowCompactor, RowMove
 from fast.compiled import DEFAULT_BACKEND
@@ -34,6 +35,7 @@ from fast.record import Listeners, Mark, StepRecord, unheard
 from fast.rows import Rows, Sequence, random_seed
 from fast.sampling import Sampled, sample_rows
 from fast.scheduler import Scheduler
+from fast.score import scores_of
 from fast.warmup import WarmupReport
 from gates import FULL, enabled
 from gates.engine import check_gauges
@@ -184,11 +186,12 @@ class Engine:
             seed=self._seed_source() if params.seed is None else params.seed,
             ends=frozenset(params.stop_token_ids if params.ignore_eos else (*eos, *params.stop_token_ids)),
             forbidden=tuple(sorted({*eos, *params.stop_token_ids})),
-            max_tokens=min(room, params.max_tokens or room),
+            max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
             tokens=list(request.prompt_ids),
+            scores=scores_of(request),
         )
         if self.prefix is not None and request.prefix_cache:
-            sequence.prefix = Prefix(request.cache_salt)
+            sequence.prefix = Prefix(request.cache_salt, apart=sequence.reads_prompt)
         if request.guide is not None:
             sequence.guide = request.guide.start(vocab_size=self.config.vocab_size, eos_token_ids=eos)
         self._arrivals += 1
@@ -299,6 +302,7 @@ class Engine:
             mark("sample")
             # 5. Tokens join their sequences; rows and blocks of those that ended are free again.
             events += self.commit.take(output.rows, sampled, fail_alone=self.fail_alone)
+        events += self.commit.end(unanswered(output.chunks), fail_alone=self.fail_alone)
         # 6. Close what ended.
         open_before = self._open_among(events)
         for event in events:

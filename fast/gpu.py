@@ -23,7 +23,7 @@ from torch import Tensor
 from fast.cache import BatchedPagedKVCache
 from fast.device_sampling import DRAWN_BYTES, DRAWN_ROWS
 from fast.inputs import DecodeInputs
-from fast.model import Chunk, PlainLinear
+from fast.model import Chunk, OnLogits, PlainLinear, slices
 from fast.model import _fuse as fuse
 from fast.model import _rope_tables as rope_tables
 from fast.plan import DecodePlan
@@ -152,13 +152,17 @@ class GPUForward:
             self._reserved = torch.cuda.memory_reserved(self.device)
 
     @torch.inference_mode()
-    def prefill(self, chunks: Sequence[Chunk], cache: BatchedPagedKVCache) -> Tensor:  # [C, V]
+    def prefill(
+        self, chunks: Sequence[Chunk], cache: BatchedPagedKVCache, on_logits: OnLogits | None = None
+    ) -> Tensor:  # [C, V]
         """As `Forward.prefill`; the logits are a buffer's, good until the next prefill."""
         if not 1 <= len(chunks) <= self.max_batch_size:
             raise ValueError(f"chunks: {len(chunks)} is not in 1..{self.max_batch_size}")
         logits = self._work.prefill_logits[: len(chunks)]
         for part in parts_of(chunks, self.tokens):
-            self._prefill_part(part, cache, logits)
+            b = self._prefill_part(part, cache, logits)
+            if on_logits is not None:
+                self._tell(part, b, on_logits)
         self._check()
         return logits
 
@@ -221,8 +225,8 @@ class GPUForward:
             torch.zeros(7 * self.tokens + rows * max_model_len, dtype=torch.int64, device=device),
         )
 
-    def _prefill_part(self, part: Sequence[Piece], cache: BatchedPagedKVCache, logits: Tensor) -> None:
-        """A part's tokens through all layers; logits [C, V] of those chunks that end in it."""
+    def _prefill_part(self, part: Sequence[Piece], cache: BatchedPagedKVCache, logits: Tensor) -> Buffers:
+        """A part's tokens through all layers, which it returns; logits [C, V] of those chunks that end in it."""
         from fast.kernels.gpu.prefill import TASK_FIELDS, paged_prefill, plan_tasks, query_tile
 
         config, dims = self.config, [stop - start for _, _, start, stop in part]
@@ -249,6 +253,18 @@ class GPUForward:
             hidden, delta = b.hidden[sent[5]], b.delta[sent[5]]
             ended = torch.empty(len(ends), logits.shape[1], dtype=self.dtype, device=self.device)
             logits[sent[4]] = self._logits(hidden, delta, torch.empty_like(hidden), ended, config.rms_norm_eps)
+        return b
+
+    def _tell(self, part: Sequence[Piece], b: Buffers, on_logits: OnLogits) -> None:
+        """The logits that somebody reads, some rows at a time through the decode's buffer, which is free until then."""
+        at, eps = 0, self.config.rms_norm_eps
+        for index, chunk, start, stop in part:
+            first, end = chunk.told
+            for one, past in slices(max(first, start), min(end, stop), most=self.max_batch_size):
+                rows = slice(at + one - start, at + past - start)
+                out = self._work.decode_logits[: past - one]
+                on_logits(index, one, self._logits(b.hidden[rows], b.delta[rows], b.normed[rows], out, eps))
+            at += stop - start
 
     def _send(self, columns: Sequence[np.ndarray]) -> list[Tensor]:  # each [n] int64
         """Host integers to the device in one copy, each column as a view of the buffer they share."""

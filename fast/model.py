@@ -11,7 +11,7 @@ Gates: gates.blocks. Proof: tests/test_fast_engine.py. Story: attention.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,9 @@ from reference.weights import LayerWeights, ModelWeights, model_shapes
 
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
 Attend = Callable[[int, Tensor], Tensor]  # (layer, q [T, H, D]) -> [T, H, D]
+# Told of logits [S, V] in a buffer: (chunk index, the first of S tokens of that chunk, the logits after each of them).
+OnLogits = Callable[[int, int, Tensor], None]
+SLICE_ROWS = 64  # rows of a chunk's logits that are there at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class Chunk:
     start: int
     token_ids: tuple[int, ...]
     slots: tuple[int, ...]
+    told: tuple[int, int] = (0, 0)  # first and one past the last of the tokens, from 0, whose logits somebody reads
 
     def __post_init__(self) -> None:
         if not self.token_ids or len(self.slots) != self.start + len(self.token_ids):
@@ -93,8 +97,13 @@ class Forward:
         self.cos, self.sin = _rope_tables(config, max_positions, dtype, self.device)  # [max_positions, D/2]
 
     @torch.inference_mode()
-    def prefill(self, chunks: list[Chunk], cache: BatchedPagedKVCache) -> Tensor:  # [C, V]
-        """Compute C chunks of C sequences; returns the logits after each chunk's last token."""
+    def prefill(
+        self, chunks: list[Chunk], cache: BatchedPagedKVCache, on_logits: OnLogits | None = None
+    ) -> Tensor:  # [C, V]
+        """Compute C chunks of C sequences; returns the logits after each chunk's last token.
+
+        `on_logits` is told of those after the tokens that a chunk's `told` names, `SLICE_ROWS` of them at a time.
+        """
         lengths = [len(chunk.token_ids) for chunk in chunks]
         input_ids = self._ids([token for chunk in chunks for token in chunk.token_ids])
         positions = self._ids([chunk.start + i for chunk, n in zip(chunks, lengths, strict=True) for i in range(n)])
@@ -107,6 +116,10 @@ class Forward:
             return torch.cat([prefill_attention(part, *pools, slots, self.scale) for part, slots in parts])
 
         hidden = self._layers(input_ids, positions, writes, cache, attend)
+        if on_logits is not None:
+            for index, (chunk, own) in enumerate(zip(chunks, hidden.split(lengths), strict=True)):
+                for first, stop in slices(*chunk.told, most=SLICE_ROWS):
+                    on_logits(index, first, self._logits(own[first:stop]))
         last = torch.tensor(lengths, device=self.device).cumsum(0) - 1
         return self._logits(hidden[last])
 
@@ -164,6 +177,12 @@ class Forward:
 
     def _ids(self, values: list[int] | tuple[int, ...]) -> Tensor:  # [n]
         return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def slices(start: int, stop: int, *, most: int) -> Iterator[tuple[int, int]]:
+    """start..stop-1 in order, cut into (first, one past the last) of at most `most` each."""
+    for first in range(start, stop, most):
+        yield first, min(first + most, stop)
 
 
 def attention_inputs(

@@ -16,24 +16,25 @@ from torch import Tensor
 from fast.backend import AnyForward
 from fast.cache import BatchedPagedKVCache
 from fast.chunk import PlannedChunk
-from fast.model import Chunk
+from fast.model import Chunk, OnLogits
 from gates.chunk import check_chunk_slots, check_chunks_continue
 from gates.core import FULL, enabled
 
 
 class PrefillPath:
-    """Computes chunks over one cache and one forward; `tokens` and `chunks` count what it has computed."""
+    """Computes chunks over one cache and one forward; `tokens`, `chunks` and `scored` count what it has done."""
 
     def __init__(self, forward: AnyForward, cache: BatchedPagedKVCache) -> None:
         self.forward = forward
         self.cache = cache
         self.tokens = self.chunks = 0
+        self.scored = 0  # prompt tokens whose logits were read
 
     def run(self, planned: Sequence[PlannedChunk]) -> Tensor:  # [E, V]
         """Compute every chunk; one line of logits for each of the E that end their sequence, in order."""
         chunks = [self._address(one) for one in planned]
         self._check([one.row for one in planned], chunks)
-        logits = self.forward.prefill(chunks, self.cache)
+        logits = self.forward.prefill(chunks, self.cache, self._reader(planned, chunks))
         self.tokens += sum(one.count for one in planned)
         self.chunks += len(planned)
         ends = [index for index, one in enumerate(planned) if one.ends]
@@ -42,7 +43,23 @@ class PrefillPath:
     def _address(self, planned: PlannedChunk) -> Chunk:
         slots = self.cache.advance_row(planned.row, planned.count)
         token_ids = planned.sequence.tokens[planned.start : planned.start + planned.count]
-        return Chunk(planned.start, tuple(token_ids), tuple(slots))
+        scores = planned.sequence.scores
+        told = (0, 0) if scores is None else scores.wanted(planned.start, planned.count)
+        return Chunk(planned.start, tuple(token_ids), tuple(slots), told)
+
+    def _reader(self, planned: Sequence[PlannedChunk], chunks: list[Chunk]) -> OnLogits | None:
+        """Who reads logits of prompts, where any are wanted: then more than a chunk's last go through the LM head."""
+        wanted = sum(chunk.told[1] - chunk.told[0] for chunk in chunks)
+        if not wanted:
+            return None
+        self.scored += wanted
+
+        def read(index: int, first: int, logits: Tensor) -> None:  # [S, V]
+            scores = planned[index].sequence.scores
+            assert scores is not None
+            scores.take(planned[index].start + first, logits)
+
+        return read
 
     def _check(self, rows: list[int], chunks: list[Chunk]) -> None:
         """Between the writer of the chunks and their reader."""

@@ -42,12 +42,13 @@ class Prefix:
     names: list[int] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     own: int = 0
+    apart: bool = False  # logits of its tokens are to be read, so it computes them all: it finds and follows nothing
     idle: tuple[int, int, int] = (0, 0, 0)  # (entries, turns, idle ones among them) when `PrefixCache.idle` counted
 
-    def forget(self) -> None:
+    def forget(self, *, apart: bool) -> None:
         """The row is gone, and with it what it held."""
         self.entries.clear()
-        self.own = 0
+        self.own, self.apart = 0, apart
 
 
 def block_name(parent: int, token_ids: tuple[int, ...], salt: str) -> int:
@@ -91,7 +92,8 @@ class PrefixCache:
         What an earlier look found is not looked at again, but for what was given up since: a look costs what is new.
         """
         names, entries = self.names(prefix, tokens), self._live(prefix)
-        for index in range(len(entries), (len(tokens) - 1) // self.block_size):
+        most = 0 if prefix.apart else (len(tokens) - 1) // self.block_size
+        for index in range(len(entries), most):
             entry = self._entries.get(names[index])
             if entry is None or not self._same(entry, entries[-1] if entries else None, prefix, tokens, index):
                 break
@@ -132,7 +134,7 @@ class PrefixCache:
         before it, or they would be given up under it.
         """
         at, begun = divmod(stored, self.block_size)
-        if begun or not prefix.own == len(prefix.entries) == at:
+        if begun or prefix.apart or not prefix.own == len(prefix.entries) == at:
             return []
         self.match(prefix, tokens)
         return self.take(prefix, tokens)
@@ -149,7 +151,7 @@ class PrefixCache:
             if prefix is None or not names:
                 continue
             at, ahead = stored // size, computing.setdefault(names[0], [])
-            if not stored % size and prefix.own == at and at < (len(tokens) - 1) // size:
+            if not (stored % size or prefix.apart) and prefix.own == at and at < (len(tokens) - 1) // size:
                 led = (one for one, begins, theirs in ahead if begins <= at < len(theirs) and theirs[at] == names[at])
                 behind[place] = next(led, place)
             if behind[place] == place:

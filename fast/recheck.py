@@ -84,7 +84,7 @@ class Recheck:
     def ended(self, request_id: str, reason: str) -> None:
         """A request is over; one that failed or was given up has nothing to compare with."""
         watched = self._watched.pop(request_id, None)
-        if watched is not None and reason in ("stop", "length"):
+        if watched is not None and watched.digests and reason in ("stop", "length"):
             self.drop()
             self._ended = watched
 

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reference.request import MAX_PRIORITY, GuideState, Request
+from reference.request import MAX_PRIORITY, GuideState, PromptLogprobs, Request
 
 if TYPE_CHECKING:
     from fast.prefix import Prefix
+    from fast.score import PromptScores
 
 DUE = -MAX_PRIORITY - 1  # of a request that so many came after that nobody overtakes it; less than every priority
 
@@ -47,6 +48,7 @@ class Sequence:
     computed: int = 0  # tokens computed since it was admitted
     found_first: int = 0  # `found` when it was first preempted; what it finds afterwards may be its own
     guide: GuideState | None = None  # what restricts the answer; it goes on after a preemption, as the tokens do
+    scores: PromptScores | None = None  # logprobs of its prompt, if it asked; kept after a preemption as well
 
     def __post_init__(self) -> None:
         self.urgency = self.request.priority
@@ -62,9 +64,18 @@ class Sequence:
         return self.found_first if self.preemptions else self.found
 
     @property
+    def reads_prompt(self) -> bool:
+        """Logits of its prompt are still to be read, so its tokens are computed and not found."""
+        return self.scores is not None and not self.scores.complete
+
+    @property
     def num_generated(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - len(self.request.prompt_ids)
+
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """What its first event tells of its prompt; see `PromptScores.told`."""
+        return None if self.scores is None or self.num_generated else self.scores.told()
 
 
 def random_seed() -> int:

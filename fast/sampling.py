@@ -93,7 +93,7 @@ def sample_rows(
     at = np.asarray(index, np.int64)
     known = [len(rows.sequence[row].tokens) for row in index]
     check_draw_position(positions=positions, known_tokens=known)
-    raw = _host(logits)
+    raw = as_numpy(logits)
     # 1. Rows that take the highest raw logit.
     tokens = raw.argmax(axis=1)  # the lowest id among ties, and the first NaN where there is one
     peak = raw[np.arange(len(raw)), tokens]
@@ -129,7 +129,7 @@ def sample_rows(
         chosen[place], errors[place] = NO_TOKEN, fault
         good.remove(place)
     wanted = rows.logprobs[at]
-    asked = {n: _logprobs(raw[n], chosen[n], num_top=int(wanted[n])) for n in good if wanted[n] >= 0}
+    asked = {n: token_logprobs(raw[n], chosen[n], num_top=int(wanted[n])) for n in good if wanted[n] >= 0}
     return Sampled(chosen, [asked.get(n) for n in range(len(chosen))], errors)
 
 
@@ -164,7 +164,8 @@ def _faults(judge: Callable[[Sequence[int]], None], rows: Sequence[int], fail_al
     return faults
 
 
-def _host(logits: Tensor) -> NDArray[np.floating]:  # [N, V]
+def as_numpy(logits: Tensor) -> NDArray[np.floating]:  # [N, V]
+    """Logits on the host, as they are or widened to a type that numpy has."""
     narrow = logits.dtype not in (torch.float32, torch.float64)  # numpy has no bfloat16
     return (logits.float() if narrow else logits).cpu().numpy()
 
@@ -363,7 +364,7 @@ def _error(usable: bool, masked: bool, guide: Allowed | None) -> str | None:
     return "logits: every token id is masked, there is none to choose" if masked else None
 
 
-def _logprobs(raw: NDArray[np.floating], token: int, *, num_top: int) -> TokenLogprobs:  # raw [V]
+def token_logprobs(raw: NDArray[np.floating], token: int, *, num_top: int) -> TokenLogprobs:  # raw [V]
     """Log probabilities of the model itself, before any change; ranks and the top break ties by lower id."""
     wide = raw.astype(np.float64)
     peak = wide.max()

@@ -129,7 +129,7 @@ class Scheduler:
         preempted = self._grow()
         # 2. Compact: the survivors become rows 0..n-1. Never mid-step: a recording reads the row a move copies into.
         moves = self._compact()
-        decode_rows = tuple(sorted(row for row in self.running if self._pending(row) == 1))
+        decode_rows = tuple(sorted(row for row in self.running if self._decodes(row)))
         # 3. Admit. Not after a preemption: what it freed is owed to the rows that grow.
         admitted = () if preempted else self._admit()
         # 4. Share what the decoding rows leave of the budget.
@@ -285,6 +285,10 @@ class Scheduler:
         """Tokens of a running row that are known and not computed."""
         return len(self.running[row].tokens) - self.cache.tables[row].length
 
+    def _decodes(self, row: int) -> bool:
+        """Its last token alone is to be computed, and a token follows."""
+        return self._pending(row) == 1 and self.running[row].max_tokens > 0
+
     def _chunk(self, decode_rows: tuple[int, ...]) -> tuple[PlannedChunk, ...]:
         waiting = sorted(self.running.keys() - set(decode_rows), key=lambda row: self.running[row].order)
         behind = list(range(len(waiting))) if self.prefix is None else self._follow(self.prefix, waiting)
@@ -297,7 +301,8 @@ class Scheduler:
         for row, count, total in zip(waiting, counts, pending, strict=True):
             if count:
                 start = self.cache.tables[row].length
-                chunks.append(PlannedChunk(row, self.running[row], start, count, ends=count == total))
+                answered = self.running[row].max_tokens > 0
+                chunks.append(PlannedChunk(row, self.running[row], start, count, ends=count == total and answered))
         return tuple(chunks)
 
     def _follow(self, prefix: PrefixCache, waiting: list[int]) -> list[int]:
@@ -318,7 +323,7 @@ class Scheduler:
         found: list[int] = []
         if self.prefix is not None and sequence.prefix is not None:
             found = self.prefix.take(sequence.prefix, sequence.tokens)
-            self.query_tokens += 0 if sequence.preemptions else len(sequence.tokens)
+            self.query_tokens += 0 if sequence.preemptions or sequence.reads_prompt else len(sequence.tokens)
         self.cache.allocator.share(found)
         sequence.found = sequence.computed = 0
         self._found(sequence, len(found))
@@ -353,7 +358,7 @@ class Scheduler:
         self.cache.free(row)
         del self.running[row]
         if sequence.prefix is not None:
-            sequence.prefix.forget()
+            sequence.prefix.forget(apart=sequence.reads_prompt)
         self.releases += 1
         sequence.row = None
         heapq.heappush(self._free_rows, row)

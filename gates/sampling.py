@@ -62,6 +62,20 @@ def check_guides_told(*, told: Sequence[int], generated: Sequence[int]) -> None:
         )
 
 
+@gate("sampling.prompt_scored", at=CHEAP)
+def check_prompt_scored(*, positions: Sequence[int], prompt_tokens: int) -> None:
+    """Before a request's first token: each token of its prompt but the first got one logprob, in order.
+
+    `positions` are those that were given one, as they came. A block found in a cache has no logits to give one from,
+    and a chunk that is computed again after a preemption gives its own a second time.
+    """
+    bad = [at for at, (got, due) in enumerate(zip(positions, range(1, prompt_tokens), strict=False)) if got != due]
+    fact = f"{len(positions)} logprobs for the {prompt_tokens - 1} prompt tokens after the first"
+    if bad:
+        require(False, f"{fact}; number {bad[0] + 1} is of token {positions[bad[0]]}, due is {bad[0] + 1}")
+    require(len(positions) == prompt_tokens - 1, fact)
+
+
 @gate("sampling.end_allowed", at=CHEAP)
 def check_end_allowed(*, output_tokens: int, min_tokens: int) -> None:
     """An answer that a token ended has more than `min_tokens` tokens, that one counted.

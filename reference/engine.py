@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from gates.engine import check_ends_once, check_gauges, check_tokens_cached, check_within_limits
-from gates.sampling import check_guides_told
+from gates.sampling import check_guides_told, check_prompt_scored
 from reference import request as contract
 from reference.cache import KVCache
 from reference.config import ModelConfig
 from reference.model import LlamaModel
-from reference.request import Completion, Event, GuideState, Request, validate_submit
-from reference.sampling import UnusableLogits, sample
+from reference.request import Completion, Event, GuideState, PromptLogprobs, Request, validate_submit
+from reference.sampling import UnusableLogits, prompt_logprobs, sample
 from reference.weights import ModelWeights
 
 
@@ -180,12 +180,18 @@ class Engine:
         """Compute what is not cached yet, choose a token from the last row of logits, and see if it is the end."""
         request, known = sequence.request, len(sequence.token_ids)
         logits = self._forward(sequence)
+        try:
+            told = None if sequence.output_ids else self._prompt_logprobs(request, logits)
+        except UnusableLogits as error:
+            return Event(request.id, None, "error", error=str(error))
+        if request.params.max_tokens == 0:
+            return Event(request.id, None, "length", prompt_logprobs=told)
         guide = sequence.guide
         if guide is not None:
             check_guides_told(told=[guide.num_accepted], generated=[len(sequence.output_ids)])
         try:
             token, logprobs = sample(
-                logits,
+                logits[-1],
                 request.params,
                 prompt_ids=request.prompt_ids,
                 output_ids=sequence.output_ids,
@@ -200,21 +206,30 @@ class Engine:
         reason = self._finish_reason(sequence)
         if guide is not None and reason is None:
             guide.accept(token)
-        return Event(request.id, token, reason, logprobs)
+        return Event(request.id, token, reason, logprobs, prompt_logprobs=told)
 
-    def _forward(self, sequence: Sequence) -> Tensor:  # -> [V]
-        """Logits after the last token. The first time all the prompt is new, later just the token chosen before."""
+    def _prompt_logprobs(self, request: Request, logits: Tensor) -> PromptLogprobs | None:  # [T, V]
+        """Those of the prompt that was just computed, all T tokens of it, if the request asks for them."""
+        if request.params.prompt_logprobs is None:
+            return None
+        told = prompt_logprobs(logits, request.prompt_ids, num_top=request.params.prompt_logprobs)
+        scored = [position for position, one in enumerate(told) if one is not None]
+        check_prompt_scored(positions=scored, prompt_tokens=len(request.prompt_ids))
+        return told
+
+    def _forward(self, sequence: Sequence) -> Tensor:  # -> [T, V]
+        """Logits after each token computed here. The first time that is the prompt, later the token chosen before."""
         tokens = sequence.token_ids
         if sequence.cache is None:
-            room = self.max_model_len - len(tokens)
-            max_tokens = len(tokens) + min(room, sequence.request.params.max_tokens or room)
+            room, wanted = self.max_model_len - len(tokens), sequence.request.params.max_tokens
+            max_tokens = len(tokens) + (room if wanted is None else min(room, wanted))
             sequence.cache = KVCache(self.config, max_tokens=max_tokens, dtype=self.kv_dtype)
         start = sequence.cache.length
         token_ids = torch.tensor([tokens[start:]])
         positions = torch.arange(start, len(tokens)).unsqueeze(0)
         logits = self.model.forward(token_ids, positions, sequence.cache)
         check_tokens_cached(cached_tokens=[sequence.cache.length], known_tokens=[len(tokens)])
-        return logits[0, -1]
+        return logits[0]
 
     def _finish_reason(self, sequence: Sequence) -> str | None:
         """`stop` for EOS or a stop id (which is emitted all the same), `length` for a limit, None to go on."""

@@ -48,10 +48,12 @@ class SamplingParams:
     prompt's length), so neighbours, rows, preemption and recompute change nothing.
 
     `seed` None lets the engine choose one at submit; any int64 is a seed of its own, negative ones included.
-    `max_tokens` None means up to the model's length limit. `stop_token_ids` end a request even with
-    `ignore_eos`. `logprobs` None asks for none; k asks for the chosen token's and the k most likely ones', taken
-    from the raw logits before any of the work above and never below `LOGPROB_FLOOR`. A row whose raw logits hold
-    NaN or +inf, or in which every id is masked, ends its own request with finish reason `error`.
+    `max_tokens` None means up to the model's length limit; 0 computes the prompt and chooses nothing, and the
+    request ends with `length` and without a token. `stop_token_ids` end a request even with `ignore_eos`.
+    `logprobs` None asks for none; k asks for the chosen token's and the k most likely ones', taken from the raw
+    logits before any of the work above and never below `LOGPROB_FLOOR`. `prompt_logprobs` asks for the same of
+    each prompt token but the first, given those before it. A row whose raw logits hold NaN or +inf, or in which
+    every id is masked, ends its own request with finish reason `error`.
     """
 
     max_tokens: int | None = 16
@@ -69,10 +71,11 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
 
     def __post_init__(self) -> None:
-        _integer("max_tokens", self.max_tokens, 1, None, optional=True)
+        _integer("max_tokens", self.max_tokens, 0, None, optional=True)
         _number("temperature", self.temperature, 0.0, 100.0)
         _integer("top_k", self.top_k, 0, None)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -83,6 +86,7 @@ class SamplingParams:
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
         _integer("n", self.n, 1, MAX_N)
         object.__setattr__(self, "logit_bias", MappingProxyType(_checked_bias(self.logit_bias)))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
@@ -170,14 +174,18 @@ class Request:
             raise ValueError(f"prefix_cache: {self.prefix_cache!r} is not true or false")
 
     def expand(self) -> list[Request]:
-        """`n` requests of one answer each; answer i has id `<id>-i` and seed + i (wrapped to int64)."""
+        """`n` requests of one answer each; answer i has id `<id>-i` and seed + i (wrapped to int64).
+
+        The first alone asks for the logprobs of the prompt, which all of them share.
+        """
         if self.params.n == 1:
             return [self]
         low = SEED_RANGE[0]
         children = []
         for i in range(self.params.n):
             seed = None if self.params.seed is None else (self.params.seed + i - low) % 2**64 + low
-            params = replace(self.params, n=1, seed=seed)
+            asked = self.params.prompt_logprobs if i == 0 else None
+            params = replace(self.params, n=1, seed=seed, prompt_logprobs=asked)
             children.append(replace(self, params=params, id=f"{self.id}-{i}"))
         return children
 
@@ -191,11 +199,14 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first, ties by lower id
 
 
+PromptLogprobs = tuple[TokenLogprobs | None, ...]  # one a prompt token, None for the first, which follows nothing
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One new token of one request, or its end. The event with a `finish_reason` is the request's last.
 
-    `token_id` is None only when a request ends without a token (`abort`, `error`).
+    `token_id` is None only when a request ends without a token (`abort`, `error`, `length` with `max_tokens` 0).
     """
 
     request_id: str
@@ -203,7 +214,8 @@ class Event:
     finish_reason: str | None = None
     logprobs: TokenLogprobs | None = None
     error: str | None = None
-    cached_tokens: int = 0  # of an answer's first token: prompt tokens found, not its own work
+    cached_tokens: int = 0  # of an answer's first event: prompt tokens found, not its own work
+    prompt_logprobs: PromptLogprobs | None = None  # of the first event of a request that asked for them
 
 
 @dataclass(slots=True)
@@ -214,6 +226,7 @@ class Completion:
     prompt_ids: tuple[int, ...]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None
     error: str | None = None
 
@@ -223,6 +236,8 @@ class Completion:
             self.token_ids.append(event.token_id)
         if event.logprobs is not None:
             self.logprobs.append(event.logprobs)
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
         self.finish_reason, self.error = event.finish_reason, event.error
 
 
@@ -273,7 +288,7 @@ def validate_submit(request: Request, *, vocab_size: int, max_model_len: int, op
         _integer("prompt_ids", token, 0, vocab_size - 1)
     params.check_vocabulary(vocab_size)
     length = len(request.prompt_ids)
-    if length >= max_model_len:
+    if length + (params.max_tokens != 0) > max_model_len:
         raise ValueError(
             f"prompt_ids: {length} tokens leave no room for an answer; the length limit is {max_model_len} tokens"
         )
@@ -293,8 +308,9 @@ def generate(engine: Engine, requests: list[Request]) -> list[Completion]:
         ValueError: one of them can never run; those taken before it are aborted, and the engine is idle again.
     """
     open_completions: dict[str, Completion] = {}
+    families = [parent.expand() for parent in requests]
     try:
-        for child in (child for parent in requests for child in parent.expand()):
+        for child in (child for children in families for child in children):
             engine.submit(child)
             open_completions[child.id] = Completion(child.id, child.prompt_ids)
     except ValueError:
@@ -306,6 +322,9 @@ def generate(engine: Engine, requests: list[Request]) -> list[Completion]:
     while engine.has_work:
         for event in engine.step():
             open_completions[event.request_id].add(event)
+    for first, *others in families:
+        for child in others:
+            open_completions[child.id].prompt_logprobs = open_completions[first.id].prompt_logprobs
     return list(open_completions.values())
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gates.sampling import check_draw_position, check_kept_set, check_token_allowed, check_token_guided
-from reference.request import LOGPROB_FLOOR, Allowed, SamplingParams, TokenLogprobs
+from reference.request import LOGPROB_FLOOR, Allowed, PromptLogprobs, SamplingParams, TokenLogprobs
 
 MASKED = float("-inf")
 
@@ -148,6 +148,26 @@ def token_logprobs(raw: Tensor, token: int, *, num_top: int) -> TokenLogprobs:  
     rank = int((order == token).nonzero()) + 1
     top = tuple((int(i), float(logprobs[i])) for i in order[:num_top])
     return TokenLogprobs(logprob=float(logprobs[token]), rank=rank, top=top)
+
+
+def prompt_logprobs(
+    logits: Tensor,  # [T, V], the model's, after each of the prompt's T tokens
+    prompt_ids: Sequence[int],
+    *,
+    num_top: int,
+) -> PromptLogprobs:
+    """What the model made of each prompt token, given those before it; nothing comes before the first.
+
+    Raises:
+        UnusableLogits: a row that speaks of a prompt token holds NaN or +inf.
+    """
+    scored: list[TokenLogprobs | None] = [None]
+    for position in range(1, len(prompt_ids)):
+        raw = logits[position - 1].to(torch.float64)
+        if not bool((raw < float("inf")).all()):
+            raise UnusableLogits(f"logits: NaN or +inf where prompt token {position} is due")
+        scored.append(token_logprobs(raw, prompt_ids[position], num_top=num_top))
+    return tuple(scored)
 
 
 def uniform(seed: int, position: int) -> float:

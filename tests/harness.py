@@ -196,6 +196,7 @@ def compare(run: FastRun, answer: Answer) -> None:
     for at, (ours, theirs) in enumerate(zip(got.logprobs, wanted.logprobs, strict=False)):
         if not _logprobs_agree(ours, theirs, bound):
             raise run.error(f"{request.id}: step {answer.steps[at]}: logprobs of answer token {at}: {ours} != {theirs}")
+    _compare_prompts(run, answer, wanted, bound)
 
 
 @lru_cache(maxsize=4096)
@@ -218,6 +219,27 @@ def _reference(shape: str, dtype: str, max_model_len: int, half: bool, half_kv: 
         kv_dtype=torch.float16 if half_kv else None,
         seed_source=lambda: UNNAMED_SEED,
     )
+
+
+def _compare_prompts(run: FastRun, answer: Answer, wanted: Completion, bound: float) -> None:
+    """Logprobs of a prompt, told with the first event. Where numbers are short, ranks of the unlikely may differ."""
+    got, name = answer.completion, answer.request.id
+    told = got.finish_reason not in (None, "abort") or bool(got.token_ids)
+    if (got.prompt_logprobs is None) != (wanted.prompt_logprobs is None or not told):
+        raise run.error(f"{name}: logprobs of the prompt: {got.prompt_logprobs} != {wanted.prompt_logprobs}")
+    if got.prompt_logprobs is None or wanted.prompt_logprobs is None:
+        return
+    if len(got.prompt_logprobs) != len(wanted.prompt_logprobs) or got.prompt_logprobs[0] is not None:
+        raise run.error(f"{name}: {got.prompt_logprobs} are not None and {len(wanted.prompt_logprobs) - 1} logprobs")
+    for at, (ours, theirs) in enumerate(zip(got.prompt_logprobs, wanted.prompt_logprobs, strict=True)):
+        if ours is None or theirs is None:
+            continue
+        values = zip(
+            [ours.logprob, *(v for _, v in ours.top)], [theirs.logprob, *(v for _, v in theirs.top)], strict=True
+        )
+        alike = all(abs(a - b) <= bound for a, b in values)
+        if not alike or (run.trace.dtype == "float64" and not _logprobs_agree(ours, theirs, bound)):
+            raise run.error(f"{name}: logprobs of prompt token {at}: {ours} != {theirs}")
 
 
 def _logprobs_agree(ours: TokenLogprobs, theirs: TokenLogprobs, bound: float) -> bool:

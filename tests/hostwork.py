@@ -42,7 +42,7 @@ class FixedForward:
         self.weight_bytes = self.compiles_after_ready = 0
         self.logits = torch.zeros(rows, CONFIG.vocab_size)
 
-    def prefill(self, chunks: list[Chunk], cache: BatchedPagedKVCache) -> Tensor:
+    def prefill(self, chunks: list[Chunk], cache: BatchedPagedKVCache, on_logits: Any = None) -> Tensor:
         return self.logits[: len(chunks)]
 
     def decode(self, plan: DecodePlan, cache: BatchedPagedKVCache) -> Tensor:

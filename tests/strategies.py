@@ -49,9 +49,10 @@ def sampling_params(draw: st.DrawFn, vocab_size: int = VOCABULARY) -> SamplingPa
         frequency_penalty=sometimes(0.0, 0.8, -0.5),
         logit_bias=draw(st.just({}) | biased),
         stop_token_ids=tuple(draw(st.just([]) | st.lists(tokens, max_size=3))),
-        min_tokens=min(sometimes(0, 1, 3), max_tokens or 3),
+        min_tokens=min(sometimes(0, 1, 3), 3 if max_tokens is None else max_tokens),
         ignore_eos=draw(st.booleans()),
         logprobs=sometimes(None, 0, 3),
+        prompt_logprobs=sometimes(None, 0, 2),
     )
 
 
@@ -59,8 +60,10 @@ def sampling_params(draw: st.DrawFn, vocab_size: int = VOCABULARY) -> SamplingPa
 def plain_params(draw: st.DrawFn) -> SamplingParams:
     """Greedy parameters that leave the raw logits alone, so that the gap between the top two is what decides."""
     logprobs = draw(st.sampled_from([None, 0, 3]))
-    max_tokens = draw(st.sampled_from([1, 2, 5, 12]))
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=draw(st.booleans()), logprobs=logprobs)
+    scored = draw(st.sampled_from([None, None, 0, 2]))
+    max_tokens = draw(st.sampled_from([1, 2, 5, 12, 0]))
+    how = {"temperature": 0.0, "ignore_eos": draw(st.booleans()), "logprobs": logprobs, "prompt_logprobs": scored}
+    return SamplingParams(max_tokens=max_tokens, **how)
 
 
 @st.composite
@@ -90,7 +93,7 @@ def spoiled(request: Request, room: int) -> list[Request]:
     params = request.params
     beyond = room - len(request.prompt_ids) + 1
     return [
-        replace(request, prompt_ids=tuple([7] * room)),
+        replace(request, prompt_ids=tuple([7] * (room + (params.max_tokens == 0)))),
         replace(request, params=replace(params, max_tokens=max(beyond, params.min_tokens, 1))),
         replace(request, prompt_ids=(*request.prompt_ids[1:], VOCABULARY)),
         replace(request, params=replace(params, logit_bias={VOCABULARY: 1.0})),

@@ -247,7 +247,7 @@ def test_gate_rejects_a_chunk_that_does_not_go_on_where_the_last_one_ended(by: i
     planned = fast.prefill.Chunk
     slots = [*range(200)]
 
-    def shifted(start: int, token_ids: tuple[int, ...], _: tuple[int, ...]) -> Chunk:
+    def shifted(start: int, token_ids: tuple[int, ...], _: tuple[int, ...], told: tuple[int, int]) -> Chunk:
         return planned(start + by, token_ids, tuple(slots[: start + by + len(token_ids)]))  # the fault: a position off
 
     engine = tiny_engine(**ROOMY, chunk_tokens=8)
@@ -271,7 +271,7 @@ def test_gate_rejects_a_mirror_that_a_chunk_was_not_written_to(monkeypatch: pyte
 
 def test_gate_rejects_chunk_slots_in_another_order_than_the_table(monkeypatch: pytest.MonkeyPatch):
     made = fast.prefill.Chunk
-    monkeypatch.setattr("fast.prefill.Chunk", lambda start, ids, slots: made(start, ids, slots[::-1]))  # the fault
+    monkeypatch.setattr("fast.prefill.Chunk", lambda start, ids, slots, _: made(start, ids, slots[::-1]))  # the fault
     engine = tiny_engine(**ROOMY)
     engine.submit(request("r", 10))
     with pytest.raises(GateError, match=r"gate chunk.slots: token 0 is addressed in slot 9, its block table says 0"):

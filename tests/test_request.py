@@ -79,6 +79,7 @@ def submit(request: Request, **changes: Any) -> None:
     "values",
     [
         {"max_tokens": None},
+        {"max_tokens": 0, "prompt_logprobs": MAX_LOGPROBS},
         {"max_tokens": 1, "min_tokens": 1},
         {"temperature": 0},
         {"temperature": 1e-310},
@@ -118,7 +119,7 @@ def test_values_are_frozen_hashable_and_do_not_share_the_callers_objects():
     )
 
 
-@pytest.mark.parametrize(("length", "max_tokens"), [(63, None), (63, 1), (60, 4), (1, 63)])
+@pytest.mark.parametrize(("length", "max_tokens"), [(63, None), (63, 1), (60, 4), (1, 63), (64, 0)])
 def test_a_request_that_just_fits_is_taken(length: int, max_tokens: int | None):
     submit(Request([1] * length, SamplingParams(max_tokens=max_tokens)))
 
@@ -196,11 +197,12 @@ def test_a_number_out_of_range_is_refused_by_name(field: str, low: float, high: 
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("max_tokens", [0, -1]),
+        ("max_tokens", [-1]),
         ("top_k", [-1, None]),
         ("seed", [2**64, 2**63, -(2**63) - 1]),
         ("min_tokens", [-1, 17, None]),
         ("logprobs", [-1, MAX_LOGPROBS + 1]),
+        ("prompt_logprobs", [-1, MAX_LOGPROBS + 1]),
         ("n", [0, MAX_N + 1, None]),
     ],
 )
@@ -259,6 +261,7 @@ def test_ids_beyond_the_vocabulary_are_refused_at_submit(token: int):
         (65, 1, "prompt_ids"),
         (63, 2, "max_tokens"),
         (60, 32, "max_tokens"),
+        (65, 0, "prompt_ids"),
     ],
 )
 def test_a_request_past_the_length_limit_is_refused(length: int, max_tokens: int | None, field: str):
@@ -309,7 +312,7 @@ def test_anything_at_all_is_taken_or_refused_with_a_field_name(values: dict[str,
         assert any(message.startswith(field) for field in FIELDS)
         return
     params = SamplingParams(**values)
-    assert params.min_tokens <= (params.max_tokens or params.min_tokens)
+    assert params.max_tokens is None or params.min_tokens <= params.max_tokens
     json.dumps([params.temperature, params.top_p, params.min_p, params.seed], allow_nan=False)
 
 

@@ -30,7 +30,7 @@ from fast.kernels.pool import KernelPool
 from fast.kernels.rope import rotate_and_write
 from fast.kernels.team import Team, claim, close
 from fast.kernels.vector import LANES
-from fast.model import Chunk
+from fast.model import Chunk, OnLogits, slices
 from fast.model import _rope_tables as rope_tables
 from fast.plan import DecodePlan
 from fast.sampling import Work
@@ -112,8 +112,11 @@ class KernelForward:
         packed = [getattr(self._weights, name).nbytes for name in _Weights.__slots__]
         return sum(packed) + self._head.nbytes + (0 if self._embedding is None else self._embedding.nbytes)
 
-    def prefill(self, chunks: Sequence[Chunk], pool: KernelPool) -> Tensor:  # [C, V]
-        """Compute C chunks of C sequences; returns the logits after each chunk's last token."""
+    def prefill(self, chunks: Sequence[Chunk], pool: KernelPool, on_logits: OnLogits | None = None) -> Tensor:  # [C, V]
+        """Compute C chunks of C sequences; returns the logits after each chunk's last token.
+
+        `on_logits` is told of those that `Chunk.told` names, as many at a time as this buffer of logits has rows.
+        """
         logits = self._prefill_logits
         if len(chunks) > len(logits):
             raise ValueError(f"chunks: {len(chunks)} is not in 1..{len(logits)}")
@@ -131,6 +134,10 @@ class KernelForward:
             for at, index, chunk, start, stop in part:
                 if stop == len(chunk.token_ids):
                     last[index] = self._hidden[at + stop - start - 1]
+                if on_logits is not None:
+                    first, end = chunk.told
+                    for one, past in slices(max(first, start), min(end, stop), most=len(logits)):
+                        on_logits(index, one, self._logits(self._hidden[at + one - start : at + past - start], logits))
         return self._logits(last, logits)
 
     def decode(self, plan: DecodePlan, pool: KernelPool) -> Tensor:  # [N, V]

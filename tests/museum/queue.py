@@ -113,7 +113,7 @@ EXHIBITS = (
             Edit(Scheduler.schedule, "preempted = self._grow()", "early = self._admit()\n    preempted = self._grow()"),
             Edit(
                 Scheduler.schedule,
-                "if self._pending(row) == 1)",
+                "if self._decodes(row))",
                 "if self._pending(row) == 1 and self.running[row] not in early)",
             ),
             Edit(Scheduler.schedule, "admitted = () if preempted else self._admit()", "admitted = early"),
