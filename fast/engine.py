@@ -241,6 +241,7 @@ class Engine:
             "max_model_len": self.max_model_len,
             "rows": "free" if compactor is None else compactor.mode,
             "chunk_tokens": self.scheduler.chunk_tokens,
+            "due_after": self.scheduler.due_after,
             "prefix_cache": self.prefix is not None,
             "reserve_growth": self.scheduler.reserve_growth,
             "pool": None if self.pool_plan is None else self.pool_plan.as_dict(),

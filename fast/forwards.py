@@ -16,6 +16,7 @@ from fast.decode import DecodePath
 from fast.prefill import PrefillPath
 from fast.record import Mark
 from fast.scheduler import Scheduler, SchedulerOutput
+from gates.trace import MIXED
 
 
 class Forwards:
@@ -54,5 +55,5 @@ class Forwards:
         running, tables, rows = self._scheduler.running, self._cache.tables, output.decode_rows
         decoding = [PlannedChunk(row, running[row], tables[row].length, 1, ends=True) for row in rows]
         self.mixed_tokens += len(rows)
-        self._decode.skipped = "mixed step"
+        self._decode.skipped = MIXED
         return self.chunks((*output.chunks, *decoding))

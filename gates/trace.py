@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence, Set
 
 from gates.core import CHEAP, gate, require
 
+MIXED = "mixed step"  # the reason of rows that one forward computed with prompts' chunks; that is no decode step
+
 
 @gate("trace.lines_follow", at=CHEAP)
 def check_lines_follow(*, previous: int | None, step: int) -> None:
@@ -31,6 +33,7 @@ def check_step_explained(
     fact = f"{len(decode_rows)} rows decoded, replayed {replayed}, reason {reason!r}"
     require(replayed == (reason == ""), fact)
     require(bucket is not None or not replayed, f"{len(decode_rows)} rows replayed, no bucket")
+    require(bucket is None or reason != MIXED, f"{len(decode_rows)} rows decoded in a mixed step, bucket {bucket}")
     require(bucket is None or len(decode_rows) <= bucket[0], f"{len(decode_rows)} rows decoded, bucket {bucket}")
 
 

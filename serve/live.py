@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+from gates.trace import MIXED
 from serve.errors import ApiError
 from serve.events import sse
 from serve.loop import EngineLoop
@@ -24,7 +25,6 @@ from serve.stream import EventStream
 FRAME_SECONDS = 0.08
 MAX_VIEWERS = 16
 VIEWER_FRAMES = 4  # offered and not yet sent to one viewer
-MIXED = "mixed step"  # the engine's reason for rows that one forward computes with prompts; no decode step
 FRAME_STEPS = 64  # told one by one in a frame; of more, the newest
 
 

@@ -10,7 +10,6 @@ Gates: gates.trace. Proof: tests/test_trace.py. Story: trace.
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from gates.blocks import check_blocks_conserved, check_owned_once
 from gates.core import GateError
 from gates.trace import (
+    MIXED,
     check_decode_rows,
     check_dump_agrees,
     check_events_of_open,
@@ -61,6 +61,11 @@ class TraceStep:
     timings_us: dict[str, int]
     fault: str | None
 
+    @property
+    def mixed(self) -> bool:
+        """True when one forward computed the chunks and the decoding rows; it is no decode step."""
+        return self.reason == MIXED
+
 
 class TraceReader:
     """A trace file: `header` at once, the steps by iterating; `truncated` is True after a last line cut short.
@@ -86,7 +91,8 @@ class TraceReader:
         pool = self.header["engine"].get("pool") or {}
         num_blocks = pool.get("num_blocks")
         shared = range(num_blocks or 0 if self.header["engine"].get("prefix_cache") else 0)
-        state = _Running(num_blocks=num_blocks, shared=shared)
+        due_after = self.header["engine"].get("due_after")
+        state = _Running(num_blocks=num_blocks, shared=shared, due_after=due_after)
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 # Each line is written with its end, so only a last one that was cut short is without.
@@ -118,13 +124,16 @@ class TraceReader:
 class _Running:
     """What the lines so far add up to, and the gates each next line has to pass."""
 
-    def __init__(self, *, num_blocks: int | None, shared: range) -> None:
+    def __init__(self, *, num_blocks: int | None, shared: range, due_after: int | None) -> None:
         self.num_blocks = num_blocks
+        self.due_after = due_after
         self.shared = shared  # blocks that several rows may hold
         self.step: int | None = None
         self.open: set[str] = set()
         self.ended: set[str] = set()  # in the step before: their rows are empty by now
-        self.queue: deque[str] = deque()
+        self.queue: list[str] = []
+        self.asked: dict[str, tuple[int, int]] = {}  # (priority, arrival) of the requests that are open
+        self.arrivals = 0
         self.rows: dict[int, str] = {}
         self.blocks: dict[int, tuple[int, ...]] = {}
 
@@ -139,6 +148,7 @@ class _Running:
         self.rows, self.blocks = step.rows, step.blocks
         self.ended = {name for name, _, reason in step.events if reason is not None}
         self.open = (self.open | {request.id for request in step.submitted}) - self.ended
+        self.asked = {name: asked for name, asked in self.asked.items() if name in self.open}
         return step
 
     def _step_of(self, line: Mapping[str, Any]) -> TraceStep:
@@ -147,7 +157,7 @@ class _Running:
         preempted = tuple(line.get("preempted", ()))
         events = tuple((name, token, reason) for name, token, reason in line.get("events", ()))
         self._requeue(
-            joined=[request.id for request in submitted],
+            joined=submitted,
             left={name for _, name, _ in admitted} | {name for name, _, reason in events if reason == "abort"},
             preempted=preempted,
         )
@@ -178,10 +188,18 @@ class _Running:
             fault=line.get("fault"),
         )
 
-    def _requeue(self, *, joined: list[str], left: set[str], preempted: tuple[str, ...]) -> None:
-        self.queue.extend(joined)
-        self.queue.extendleft(preempted)  # the one preempted last came first, and waits in front
-        self.queue = deque(name for name in self.queue if name not in left)
+    def _requeue(self, *, joined: tuple[Request, ...], left: set[str], preempted: tuple[str, ...]) -> None:
+        for request in joined:
+            self.asked[request.id] = (request.priority, self.arrivals)
+            self.arrivals += 1
+        waiting = {*self.queue, *preempted, *(request.id for request in joined)} - left
+        self.queue = sorted(waiting, key=self._place)
+
+    def _place(self, name: str) -> tuple[bool, int, int]:
+        """Its place in line: who so many others came after goes first, then by priority, then by arrival."""
+        priority, arrival = self.asked[name]
+        due = self.due_after is not None and self.arrivals - arrival > self.due_after
+        return not due, 0 if due else priority, arrival
 
     def _check(self, step: TraceStep, dump: dict[int, tuple[int, ...]]) -> None:
         aborted = {name for name, _, reason in step.events if reason == "abort"}

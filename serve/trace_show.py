@@ -90,6 +90,7 @@ class Totals:
     num_blocks: int
     steps: int = 0
     decode_steps: int = 0
+    mixed_steps: int = 0
     replayed: int = 0
     eager: Counter[str] = field(default_factory=Counter)
     prefilled: int = 0
@@ -106,7 +107,8 @@ class Totals:
     def add(self, step: TraceStep) -> None:
         """Count one step."""
         self.steps += 1
-        if step.decode_rows and step.fault is None:
+        self.mixed_steps += step.mixed
+        if step.decode_rows and step.fault is None and not step.mixed:
             self.decode_steps += 1
             self.replayed += step.replayed
             self.eager.update([step.reason] if step.reason else [])
@@ -129,7 +131,7 @@ class Totals:
         eager = [f"{count:,} eager: {reason}" for reason, count in sorted(self.eager.items())]
         failures = [f"{count:,} of {name}" for name, count in sorted(self.gate_failures.items())]
         parts = [
-            ("steps", f"{self.steps:,}, {self.decode_steps:,} with a decode"),
+            ("steps", f"{self.steps:,}, {self.decode_steps:,} with a decode, {self.mixed_steps:,} mixed"),
             ("decode", ", ".join([f"{self.replayed:,} replayed", *eager])),
             ("requests", ", ".join([f"{self.submitted:,} submitted", *endings, f"{still_open:,} open"])),
             ("tokens", f"{self.tokens:,} emitted, {self.prefilled:,} prefilled"),
@@ -158,6 +160,8 @@ def _header(header: Mapping[str, Any]) -> list[str]:
 def _decode(step: TraceStep) -> str:
     if not step.decode_rows:
         return ""
+    if step.mixed:
+        return f"{len(step.decode_rows)} rows, in one forward with the prefill"
     bucket = "no bucket" if step.bucket is None else f"bucket {step.bucket[0]} x {step.bucket[1]}"
     how = "replayed" if step.replayed else f"eager: {step.reason}"
     return f"{len(step.decode_rows)} rows, {bucket}, {how}"

@@ -323,6 +323,20 @@ def test_gate_rejects_a_recording_over_a_copy_of_the_table():
         bench.captured.record(plan)
 
 
+def test_gate_rejects_a_copy_of_rows_that_are_a_prefix_and_does_not_count_it_as_scattered():
+    bench = Bench()
+    bench.warm()
+    for row in range(2):
+        bench.admit(row, 3)
+    scattered = bench.plan(1)
+    bench.captured.run(replace(scattered, slot_mapping=scattered.slot_mapping.clone()))
+    assert dict(bench.captured.eager) == {"scattered rows": 1}, "of other rows a copy is what there is"
+    plan = bench.plan(0, 1)
+    with pytest.raises(GateError, match="gate slots.window: .* the fix is on the plan's side"):
+        bench.captured.run(replace(plan, slot_mapping=plan.slot_mapping.clone()))
+    assert sum(bench.captured.eager.values()) == 1
+
+
 def test_a_held_plan_is_refused_once_its_row_has_a_new_tenant():
     bench = Bench()
     bench.warm()

@@ -8,7 +8,7 @@ import io
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from fast.engine import Engine
 from fast.record import FULL_EVERY, StepRecord
 from gates import GateError
 from gates.trace import (
+    MIXED,
     check_decode_rows,
     check_dump_agrees,
     check_events_of_open,
@@ -28,7 +29,7 @@ from gates.trace import (
     check_rows_explained,
     check_step_explained,
 )
-from reference.request import Request, SamplingParams
+from reference.request import Event, Request, SamplingParams
 from serve.boot import build_engine
 from serve.cli import main
 from serve.models import TINY_RANDOM, load_model
@@ -345,11 +346,45 @@ def test_show_tells_every_step_and_the_totals(tmp_path: Path):
     assert shown["step 1"]["pool"] == "[0123................] 4 of 20 blocks, 16 free"
     assert shown["step 2"]["decode"] == "4 rows, bucket 4 x 16, replayed"
     totals = shown["totals"]
-    assert totals["steps"] == f"{stats['steps']}, {stats['decode_steps']} with a decode"
+    assert totals["steps"] == f"{stats['steps']}, {stats['decode_steps']} with a decode, 0 mixed"
     assert totals["decode"] == f"{stats['replayed']} replayed"
     assert totals["requests"] == "6 submitted, 6 length, 0 open"
     assert totals["tokens"] == f"72 emitted, {stats['prefill_tokens']} prefilled"
     assert totals["rows"] == f"{stats['moves']} moves, 0 preemptions"
+
+
+def test_a_step_of_chunks_and_decoding_rows_in_one_forward_is_shown_as_that_and_is_no_decode_step(tmp_path: Path):
+    engine = warm_engine(chunk_tokens=4)
+    engine.mixed_steps = True
+    writer = attach_trace(engine, tmp_path / "t", model="tiny", config=TINY)
+    engine.submit(asked(9)[0])
+    engine.step()
+    engine.submit(Request((5,) * 8, SamplingParams(max_tokens=2, seed=1, ignore_eos=True), "long"))
+    while engine.has_work:
+        engine.step()
+    writer.close()
+    steps = list(TraceReader(tmp_path / "t"))
+    mixed = [step.step for step in steps if step.mixed]
+    assert mixed == [2, 3, 4], "three, three and two tokens of the long prompt, beside one row"
+    shown = blocks_of(list(lines(TraceReader(tmp_path / "t"))))
+    assert [shown[f"step {at}"]["decode"] for at in mixed] == ["1 rows, in one forward with the prefill"] * 3
+    stats = engine.stats()
+    assert shown["totals"]["steps"] == f"{stats['steps']}, {stats['decode_steps']} with a decode, 3 mixed"
+    assert shown["totals"]["decode"] == f"{stats['replayed']} replayed"
+    assert replayed(tmp_path / "t") == []
+
+
+def test_the_queue_is_told_in_the_order_of_the_line(tmp_path: Path):
+    engine = warm_engine(max_batch_size=1)
+    engine.scheduler.due_after = 4
+    writer = attach_trace(engine, tmp_path / "t", model="tiny", config=TINY)
+    for request, priority in zip(asked(*[3] * 7), (0, 9, 0, -5, 1, -9, 0), strict=True):
+        engine.submit(replace(request, priority=priority))
+    engine.step()
+    writer.close()
+    (step,) = TraceReader(tmp_path / "t")
+    assert step.queue == ("r1", "r2", "r5", "r3", "r6", "r4")
+    assert list(step.queue) == [one.request.id for one in engine.scheduler.waiting]
 
 
 def test_show_prints_the_steps_asked_for_and_totals_of_all(tmp_path: Path, capsys):
@@ -492,6 +527,7 @@ def test_the_reader_refuses_a_line_that_tells_another_story(tmp_path: Path, faul
         ((0, 1), (2, 16), True, "unseen shape"),
         ((0, 1), None, True, ""),
         ((0, 1, 2), (2, 16), True, ""),
+        ((0, 1), (2, 16), False, MIXED),
         ((), None, True, ""),
         ((), None, False, "no capture"),
     ],
@@ -563,11 +599,20 @@ def test_gate_rejects_a_dump_that_differs_from_the_changes(dumped: dict[int, tup
 # ---- any order --------------------------------------------------------------------------------------------------
 
 
-def run_traced(trace: Trace, path: Path) -> FastRun:
-    """A lockstep trace taken through the fast engine with a step trace in `path`."""
+def run_traced(trace: Trace, path: Path) -> tuple[FastRun, list[tuple[str, ...]]]:
+    """A lockstep trace taken through the fast engine with a step trace in `path`, and who waited after each step."""
+    queues: list[tuple[str, ...]] = []
     engine = engine_of(trace)
     writer = attach_trace(engine, path, model="tiny", config=SHAPES[trace.shape])
     run = FastRun(trace, engine)
+    step_once = engine.step
+
+    def watched() -> list[Event]:
+        events = step_once()
+        queues.append(tuple(one.request.id for one in engine.scheduler.waiting))
+        return events
+
+    engine.step = watched
     while run.steps <= trace.last_step:
         for arrival in trace.arrivals:
             if arrival.step == run.steps:
@@ -578,17 +623,18 @@ def run_traced(trace: Trace, path: Path) -> FastRun:
         run.step()
     run.drain()
     writer.close()
-    return run
+    return run, queues
 
 
 @pytest.mark.differential
 @given(data=st.data())
 def test_any_run_is_told_whole_and_replays_equal(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory):
-    trace = data.draw(traces(dtype="float64", mixed_steps=False))
+    trace = data.draw(traces(dtype="float64"))
     path = tmp_path_factory.mktemp("traces") / "t"
-    run = run_traced(trace, path)
+    run, queues = run_traced(trace, path)
     steps: list[TraceStep] = list(TraceReader(path))
     assert [step.step for step in steps] == list(range(1, run.steps + 1))
+    assert [step.queue for step in steps] == queues
     told: dict[str, list[int]] = {}
     for step in steps:
         told |= {request.id: [] for request in step.submitted}
