@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fast.slots import SlotTable
 from serve.cli import build_parser, main
+from serve.metrics import Metrics
+from tests.museum.exhibit import Edit
 from tests.pages import markup, regions
+from tests.pages.catalogue import diff
 from tests.pages.made import BLOCKS, folder
 from tests.pages.regions import ROOT, MissingRegion
 
@@ -166,6 +170,16 @@ def test_every_story_of_a_module_is_a_page():
 def test_the_navigation_has_every_page():
     nav = (ROOT / "mkdocs.yml").read_text("utf-8")
     assert not [name_of(page) for page in PAGES if name_of(page) not in nav]
+
+
+def test_an_edit_is_shown_as_the_lines_it_changes():
+    within = Edit(SlotTable.move_row, "length = self._lengths[src]", "length = 0")
+    twice = Edit(SlotTable.move_row, "length = 0", "length = 1")  # of the first one's work
+    [_, place, *first] = diff([within, twice])
+    assert place == "# fast/slots.py SlotTable.move_row"
+    assert first == ["-length = self._lengths[src]", "+length = 0", place, "-length = 0", "+length = 1", "```", ""]
+    [_, _, *lines] = diff([Edit(Metrics.ended, "    if timeline.num_tokens == 0:\n        return\n", "    pass\n")])
+    assert lines == ["-if timeline.num_tokens == 0:", "-    return", "+pass", "```", ""]
 
 
 # ---- rejects ----------------------------------------------------------------------------------------------------

@@ -36,5 +36,6 @@ def draw() -> str:
             assert hasattr(LIMITS, name) or "," in name
             drawing.text(x + 56, y, name, "small mid")
             drawing.text(x + 56, y + 15, status, "label mid")
-    drawing.text(16, 184, "Blue: nothing has been tokenized. A place is held before that work, and the prompt's length known after it.", "note")
+    drawing.text(16, 168, "Blue: nothing has been tokenized.", "note")
+    drawing.text(16, 184, "A place is held before that work, and the prompt's length is known after it.", "note")
     return drawing.svg()

@@ -40,6 +40,6 @@ def draw() -> str:
             x = 330 + index * 84
             drawing.box(x, y, 80, CELL - 6, fill=hue("AB"[row]))
             drawing.text(x + 40, y + 18, str(int(getattr(plan, name)[row])), "cell")
-    drawing.text(16, 148, "Outlined: the slot that this step writes. It is the last real entry of its row, the entry before the", "note")
-    drawing.text(16, 164, "length, and its column is the position. Pale: gathered, and masked by the length.", "note")
+    drawing.text(16, 148, "Outlined: the slot that this step writes. It is the last real entry of its row,", "note")
+    drawing.text(16, 164, "and its column is the position. Pale: gathered, and masked by the length.", "note")
     return drawing.svg()

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import html
+import inspect
+import textwrap
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from tests.museum.catalogue import ROOMS
-from tests.museum.exhibit import HARMLESS, LOCKSTEP
+from tests.museum.exhibit import HARMLESS, LOCKSTEP, Edit
 from tests.pages.regions import ROOT, find, modules, parsed
 
 Calls = dict[str, list[tuple[str, str]]]  # check_* -> (path, dotted function)
@@ -63,13 +67,31 @@ def museum_page() -> str:
     return "\n".join(lines)
 
 
-def diff(edits: Any) -> list[str]:
-    """Edits as one fenced diff, each under the place where it is made."""
+def diff(edits: Sequence[Edit]) -> list[str]:
+    """Edits as one fenced diff of whole lines, each under the place where it is made."""
     lines = ["```diff"]
     for edit in edits:
+        before, after = (text.split("\n") for text in _changed(edit))
         lines += [f"# {edit.place}"]
-        lines += ["-" + line for line in edit.old.split("\n")] + ["+" + line for line in edit.new.split("\n")]
+        for tag, a, b, c, d in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+            same = tag == "equal"
+            lines += [(" " if same else "-") + line for line in before[a:b]]
+            lines += [] if same else ["+" + line for line in after[c:d]]
     return [*lines, "```", ""]
+
+
+def _changed(edit: Edit) -> tuple[str, str]:
+    """The lines of the source that an edit changes, before and after, without the indentation that all of them have."""
+    source = textwrap.dedent(inspect.getsource(edit.where))
+    old, new = (text.removesuffix("\n") for text in (edit.old, edit.new))
+    at = source.find(old)
+    if at < 0:  # it stands there only when an edit before this one is made
+        return old, new
+    first, end = source.rfind("\n", 0, at) + 1, source.find("\n", at + len(old))
+    before, after = source[first:end], source[first:at] + new + source[at + len(old) : end]
+    margin = min(len(line) - len(line.lstrip()) for line in f"{before}\n{after}".split("\n") if line.strip())
+    before, after = ("\n".join(line[margin:] for line in text.split("\n")) for text in (before, after))
+    return before, after
 
 
 def slug(name: str) -> str:
