@@ -156,7 +156,7 @@ class Api:
 
     async def health(self) -> Response:
         """`GET /health`: 200 while the engine lives, else 503; counts now, and what start-up decided."""
-        status = self._loop.status
+        status = self._loop.checked_status()
         state: dict[str, Any] = {"status": status}
         if not self._server_limits.api_keys:  # this route asks for no key, and the rest is nobody else's business
             state |= {"model": self._model_name, "open": self._loop.num_open, "engine": self._loop.stats}

@@ -175,6 +175,17 @@ class EngineLoop:
             return "stuck"
         return "stopping" if self._stopping else "ok"
 
+    def checked_status(self) -> str:
+        """`status`, for whoever acts on it.
+
+        Raises:
+            GateError: it says that all is well, and the engine's thread is over.
+        """
+        alive = self._thread.is_alive()  # before the status, which a thread that ends has set by then
+        status = self.status
+        check_engine_runs(status=status, thread_alive=alive)
+        return status
+
     @property
     def stats(self) -> dict[str, Any]:
         """The engine's own counts, at most `STATS_EVERY_S` seconds old while it works and exact while it is idle."""
@@ -201,9 +212,7 @@ class EngineLoop:
 
     def check_up(self) -> None:
         """Raise the 503 of an engine that cannot take requests."""
-        alive = self._thread.is_alive()  # before the status, which a thread that ends has set by then
-        status = self.status
-        check_engine_runs(status=status, thread_alive=alive)
+        status = self.checked_status()
         reasons = {
             "dead": "the engine stopped after an error; the server's log has the details",
             "stuck": f"the engine has been in one step for more than {self._stuck_after_s:g} seconds",

@@ -13,6 +13,8 @@ import pytest
 from gates import GateError
 from gates.app import check_engine_runs
 from reference.tokenizer import ByteTokenizer
+from serve.loop import EngineLoop
+from tests.museum.exhibit import Edit, applied
 from tests.server import ENGINES, MODEL, ScriptedEngine, Served, eventually, make_engine, says, serving
 
 CHAT = "/v1/chat/completions"
@@ -309,6 +311,17 @@ def test_too_many_open_answers_are_told_to_come_back():
         ):
             reply = running.post(prompt="x")
         assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+
+
+def test_a_server_is_not_healthy_whose_engine_ended_in_silence():
+    engine, silent = ScriptedEngine(), Edit(EngineLoop._run, "self._failure = failure", "return")
+    with applied((silent,)), serving(engine) as running:
+        assert running.http.get("/health").status_code == running.http.get("/ready").status_code == 200
+        engine.fault = RuntimeError("a bug")
+        asked = {"model": MODEL, "prompt": "x", "stream": True}
+        with running.http.stream("POST", "/v1/completions", json=asked):
+            eventually(lambda: running.http.get("/health").status_code == 500)
+            assert running.http.get("/ready").status_code == running.post(prompt="x").status_code == 500
 
 
 def test_gate_rejects_an_engine_that_ended_in_silence():

@@ -200,7 +200,7 @@ OWN |= {
     "app": Fault(
         (Edit(EngineLoop._run, "self._failure = failure", "return"),),
         workloads.engine_that_dies,
-        "Without gates `/ready` answers 200, and whoever asks waits for ever",
+        "Without gates `/health` and `/ready` answer 200, and whoever asks something waits for ever",
     ),
     "limits": Fault(
         (Edit(Engine.max_model_len.fget, "self.cache.max_model_len", "self.config.max_positions"),),  # type: ignore[attr-defined]
