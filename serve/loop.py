@@ -32,6 +32,7 @@ from serve.timeline import Observer, Unobserved
 log = logging.getLogger("nanoserve")
 
 STATS_EVERY_S = 0.1
+GATHER_S = 0.005  # an idle engine waits so long for answers that are being prepared
 BUSY_GAUGES = ("running", "waiting", "kv_tokens")
 
 
@@ -90,7 +91,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         # Owned by the event loop's thread.
         self._tickets: set[Ticket] = set()
-        self._reserved = 0  # answers that are being prepared
+        self._reserved = 0  # answers that are being prepared; the engine's thread reads it
         self._idle = asyncio.Event()
         self._stopping = False
         self._watchdog: asyncio.Task[None] | None = None
@@ -301,11 +302,25 @@ class EngineLoop:
         while wait and self._commands.empty() and self._idle_turn():
             pass
         commands = [self._commands.get()] if wait else []
+        if wait and isinstance(commands[0], _Submit):
+            self._gather(commands)
         while True:
             try:
                 commands.append(self._commands.get_nowait())
             except queue.Empty:
                 return commands
+
+    def _gather(self, commands: list[_Command | None]) -> None:
+        """Requests that come together begin together: one prefill for all, not one and then another for the rest.
+
+        Nobody is served meanwhile, and the processors are busy with preparing those that are waited for.
+        """
+        deadline = time.monotonic() + GATHER_S
+        while self._reserved and (left := deadline - time.monotonic()) > 0:
+            try:
+                commands.append(self._commands.get(timeout=left))
+            except queue.Empty:
+                return
 
     def _idle_turn(self) -> bool:
         """A little of what the engine does while nobody waits; a broken promise is said and ends nothing."""

@@ -28,7 +28,7 @@ log = logging.getLogger("nanoserve")
 T = TypeVar("T")
 
 KEEP_ALIVE = b": keep-alive\n\n"
-PLAIN_SEND = "nanoserve.send"  # in the scope: the server's own `send`, which no layer has wrapped
+PLAIN_SEND = "nanoserve.send"  # in the scope: `send` as `serve.access`, the outermost layer of ours, was given it
 
 
 class ClientGone(Exception):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -160,6 +162,29 @@ def test_answers_that_outlast_the_drain_end_with_an_error():
         with pytest.raises(ApiError, match="shutting down"):
             await ticket.take()
         assert not engine.has_work
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("preparing", [0, 1, 3])
+def test_an_idle_engine_takes_what_is_being_prepared_with_what_has_come(preparing: int):
+    loop, coming = EngineLoop(ScriptedEngine()), deque(["second", "third", "fourth"])
+
+    def get(*, timeout: float) -> object:
+        loop._reserved -= 1
+        return coming.popleft()
+
+    loop._reserved, loop._commands = preparing, SimpleNamespace(get=get)
+    taken = ["first"]
+    loop._gather(taken)
+    assert taken == ["first", "second", "third", "fourth"][: 1 + preparing]
+
+
+def test_an_answer_that_is_prepared_for_long_is_not_waited_for():
+    async def main() -> None:
+        async with running(ScriptedEngine()) as loop:
+            with loop.reserve(1):
+                assert len(await everything(await loop.submit([request("a")]))) == 4
 
     asyncio.run(main())
 
