@@ -17,19 +17,11 @@ from gates.tokenizer import check_text_is_stream
 from reference.request import Event, SamplingParams, TokenLogprobs
 from reference.stops import StopMatcher
 from reference.tokenizer import IncrementalDecoder, Tokenizer
+from serve.echo import Position, Prompt
 
 
 class AnswerFailed(RuntimeError):
     """The engine gave the request up; the message is the engine's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """One shown token with its logprobs; `offset` is the character of the answer at which its text begins."""
-
-    token_id: int
-    offset: int
-    logprobs: TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +36,15 @@ class Piece:
 class Answer:
     """The text of one answer as it grows, and why it ended."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, echo: str = "") -> None:
-        """`echo` is what the answer begins with, before its first token."""
-        self._echo = echo
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, prompt: Prompt | None = None) -> None:
+        """`prompt` says what the answer begins with, before its first token."""
+        self.prompt = prompt or Prompt(())
         self._tokenizer = tokenizer
         self._decoder = IncrementalDecoder(tokenizer)
         self._matcher = StopMatcher(params.stop)
         self._min_tokens = params.min_tokens
         self._shown_ids: list[int] = []
-        self._decoded = 0  # characters the decoder gave, those withheld included
+        self._decoded = len(self.prompt.text)  # and characters the decoder gave, those withheld included
         self._texts: list[str] = []
         self._waiting: list[Position] = []  # positions whose text is not out yet
         self.positions: list[Position] = []
@@ -73,17 +65,17 @@ class Answer:
         """
         if event.finish_reason not in (None, "stop", "length"):
             raise AnswerFailed(event.error or f"the engine ended the request: {event.finish_reason}")
-        assert event.token_id is not None
-        self.num_tokens += 1
+        begins = not self._texts
+        if begins:
+            self._waiting += self.prompt.positions()
+        text = "" if event.token_id is None else self._take(event.token_id, event)
         self.cached_tokens += event.cached_tokens
-        # A token that ended its request with "stop" is EOS or a stop id: counted, not shown.
-        text = "" if event.finish_reason == "stop" else self._show(event.token_id, event.logprobs)
         safe, stop = self._match(text)
         if event.finish_reason is not None and stop is None:
             tail, stop = self._match(self._decoder.flush())
             safe += tail + self._matcher.flush()
-        if not self._texts:
-            safe = self._echo + safe
+        if begins:
+            safe = self.prompt.text + safe
         self._texts.append(safe)
         self.finish_reason = "stop" if stop is not None else event.finish_reason
         if self.finish_reason is not None:
@@ -93,8 +85,22 @@ class Answer:
     @property
     def mean_logprob(self) -> float:
         """Of the shown tokens, by the model's own probabilities; minus infinity when there is none."""
-        values = [position.logprobs.logprob for position in self.positions]
+        before = 0 if self.prompt.num_shown is None else len(self.prompt.token_ids)
+        shown = self.positions[before : before + len(self._shown_ids)]
+        values = [position.logprobs.logprob for position in shown if position.logprobs is not None]
         return sum(values) / len(values) if values else float("-inf")
+
+    def _take(self, token_id: int, event: Event) -> str:
+        """Count a token; its text, if it is shown. One that ended its request with "stop" is EOS or a stop id.
+
+        Where the prompt's tokens are shown so is that one, without text: who scores by position counts on each token.
+        """
+        self.num_tokens += 1
+        if event.finish_reason != "stop":
+            return self._show(token_id, event.logprobs)
+        if self.prompt.num_shown is not None:
+            self._waiting.append(Position(token_id, self._decoded, event.logprobs))
+        return ""
 
     def _show(self, token_id: int, logprobs: TokenLogprobs | None) -> str:
         self._shown_ids.append(token_id)
@@ -121,7 +127,7 @@ class Answer:
 
     def _check(self, stop: str | None) -> None:
         if enabled(CHEAP):
-            decoded = self._echo + self._tokenizer.decode(self._shown_ids)
+            decoded = self.prompt.text + self._tokenizer.decode(self._shown_ids)
             check_text_is_stream(streamed=self.text, decoded=decoded, stop=stop)
 
 

@@ -44,6 +44,7 @@ from serve.ticket import Ticket
 from serve.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from serve.version import version
 
+MANY_POSITIONS = 100  # a prompt's tokens may be thousands, which a thread writes while others' events go out
 CLIENT_CLOSED_REQUEST = 499  # nginx's number for an answer that nobody waits for
 
 
@@ -229,8 +230,7 @@ class Api:
         except ValueError as error:
             raise from_value_error(error, names=job.names) from None
         note_answers(request, ticket)
-        echoes = job.echoes or [""] * len(job.requests)
-        answers = [Answer(self._tokenizer, job.params, echo=echo) for echo in echoes]
+        answers = [Answer(self._tokenizer, job.params, prompt=prompt) for prompt in job.prompts]
         if body.stream:
             events = _chunks(ticket, answers, body, job, reply)
             return EventStream(events, on_end=ticket.close, keep_alive_s=self._server_limits.keep_alive_s)
@@ -241,6 +241,8 @@ class Api:
         counts = usage(answers, num_prompt_tokens=job.num_prompt_tokens, n=job.params.n)
         if isinstance(body, CompletionBody) and body.ranks:
             answers = best(answers, of=job.params.n, keep=body.n or 1)
+        if job.prompts[0].num_wanted is not None:
+            return _json_response(await asyncio.to_thread(reply.whole, answers, counts))
         return _json_response(reply.whole(answers, counts))
 
     def _check_model(self, name: str) -> None:
@@ -295,7 +297,11 @@ async def _chunks(
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream, as many as have come at a time. Usage is null in all but the last, when asked for."""
     writer = EventWriter(reply, more={"usage": None} if body.include_usage else {})
+    shows_prompt = job.prompts[0].num_shown is not None
     async for batch in pieces(ticket, answers):
-        yield b"".join([writer.write(index, piece) for index, piece in batch])
+        if shows_prompt and any(len(piece.positions) > MANY_POSITIONS for _, piece in batch):
+            yield await asyncio.to_thread(writer.write_all, batch)
+        else:
+            yield writer.write_all(batch)
     if body.include_usage:
         yield sse(to_json(reply.last(usage(answers, num_prompt_tokens=job.num_prompt_tokens, n=job.params.n))))

@@ -9,7 +9,7 @@ Proof: tests/test_events.py. Story: stream.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from serve.answer import Piece
@@ -36,6 +36,10 @@ class EventWriter:
         self._reply = reply
         self._more = more
         self._patterns: dict[int, tuple[bytes, bytes]] = {}  # of each choice: before its text, and behind it
+
+    def write_all(self, pieces: Sequence[tuple[int, Piece]]) -> bytes:
+        """The events of (choice, piece) pairs, in order."""
+        return b"".join([self.write(index, piece) for index, piece in pieces])
 
     def write(self, index: int, piece: Piece) -> bytes:
         """The events of one piece, one for each of its chunks."""

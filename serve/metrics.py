@@ -122,6 +122,8 @@ class Metrics:
 
     def ended(self, timeline: Timeline) -> None:
         """It ended; what never had a row has no length and no latency worth a place in the histograms."""
+        if timeline.num_tokens == 0 and timeline.finish_reason == "length":  # its prompt alone was asked for
+            self._prompt.inc(timeline.num_prompt_tokens)
         self._ended += 1
         self._success.labels(self._labels["model_name"], timeline.finish_reason).inc()
         if timeline.num_tokens == 0:

@@ -47,8 +47,8 @@ REASONS = {
 
 # What a number may be, field by field; `SamplingParams` and the bodies check it, the document says it.
 RANGES: dict[str, tuple[float, float | None]] = {
-    "max_tokens": (1, None),
-    "max_completion_tokens": (1, None),
+    "max_tokens": (0, None),
+    "max_completion_tokens": (0, None),
     "temperature": (0, 100),
     "top_p": (0, 1),
     "min_p": (0, 1),
@@ -60,6 +60,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "repetition_penalty": (0.01, 100),
     "min_tokens": (0, None),
     "top_logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
     "priority": (-MAX_PRIORITY, MAX_PRIORITY),
 }
 

@@ -20,6 +20,7 @@ from tokenizers.models import BPE
 from reference.request import MAX_N, Guide, Request, SamplingParams
 from reference.token_bytes import byte_alphabet
 from reference.tokenizer import ChatTemplateError, Tokenizer
+from serve.echo import Prompt, text_offsets
 from serve.errors import bad_request, from_value_error
 from serve.guide import Guides
 from serve.messages import Message, Tool
@@ -47,8 +48,8 @@ class Job:
     requests: tuple[Request, ...]  # one an answer, in the order of `choices`
     params: SamplingParams  # as asked, stop strings included; limits may differ by prompt; its n is what is computed
     num_prompt_tokens: int  # each prompt once, however many answers it gets
+    prompts: tuple[Prompt, ...]  # of each request, one object for all of a prompt's; what is told of it
     names: Mapping[str, str]  # engine field to the client's field
-    echoes: tuple[str, ...] = ()  # with `echo`: the text that each answer begins with
     tools: ToolUse | None = None  # how to read calls out of the answers
 
 
@@ -113,7 +114,7 @@ def plan_completion(body: CompletionBody, tokenizer: Tokenizer, guides: Guides, 
     todo: list[Any] = [prompts] if single else list(prompts)
     guide = _guide(body, guides)
     requests: list[Request] = []
-    echoes: list[str] = []
+    told: list[Prompt] = []
     num_prompt_tokens = 0
     for index, item in enumerate(todo):
         field = "prompt" if len(todo) == 1 else f"prompt[{index}]"
@@ -122,7 +123,7 @@ def plan_completion(body: CompletionBody, tokenizer: Tokenizer, guides: Guides, 
         ids = item if isinstance(item, list) else tokenizer.encode(item)
         if not ids:
             raise bad_request(f"{field}: empty; there is no token to continue from", param="prompt")
-        room = _room(len(ids), limits.max_model_len, field=field)
+        room = _room(len(ids), limits.max_model_len, field=field, least=body.max_tokens != 0)
         num_prompt_tokens += len(ids)
         try:
             params = body.sampling(room=room)
@@ -130,9 +131,8 @@ def plan_completion(body: CompletionBody, tokenizer: Tokenizer, guides: Guides, 
         except ValueError as error:
             raise from_value_error(error, names=body.engine_names) from None
         requests += made
-        if body.echo:
-            echoes += [item if isinstance(item, str) else tokenizer.decode(ids)] * len(made)
-    return Job(tuple(requests), params, num_prompt_tokens, body.engine_names, tuple(echoes))
+        told += [_prompt(body, ids, item if isinstance(item, str) else None, tokenizer)] * len(made)
+    return Job(tuple(requests), params, num_prompt_tokens, tuple(told), body.engine_names)
 
 
 def plan_chat(body: ChatBody, tokenizer: Tokenizer, guides: Guides, *, id: str, limits: Limits) -> Job:
@@ -147,16 +147,17 @@ def plan_chat(body: ChatBody, tokenizer: Tokenizer, guides: Guides, *, id: str, 
     ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
         raise bad_request("messages: the chat template renders them to nothing", param="messages")
-    _room(len(ids), limits.max_model_len, field="messages")
     try:
         params = body.sampling()
+        _room(len(ids), limits.max_model_len, field="messages", least=params.max_tokens != 0)
         guide, tools = _guide(body, guides), None
         if form is not None:
             guide, tools = _calls(body, guides, form)
         requests = _expanded(body, ids, params, id, guide)
     except ValueError as error:
         raise from_value_error(error, names=body.engine_names) from None
-    return Job(tuple(requests), params, len(ids), body.engine_names, tools=tools)
+    prompts = (Prompt(tuple(ids), num_asked=body.prompt_logprobs),) * len(requests)
+    return Job(tuple(requests), params, len(ids), prompts, body.engine_names, tools=tools)
 
 
 def render(
@@ -227,10 +228,20 @@ def _missing(vocab: Mapping[str, int]) -> set[int]:
     return {byte for byte, character in enumerate(byte_alphabet()) if character not in vocab}
 
 
-def _room(num_prompt_tokens: int, max_model_len: int, *, field: str) -> int:
-    """Tokens left for an answer."""
+def _prompt(body: CompletionBody, ids: list[int], text: str | None, tokenizer: Tokenizer) -> Prompt:
+    """What the answers to a prompt tell of it."""
+    prompt = Prompt(tuple(ids), num_shown=body.prompt_shown, num_asked=body.prompt_logprobs)
+    if body.echo:
+        prompt.text = tokenizer.decode(ids) if text is None else text
+    if prompt.num_shown is not None:
+        prompt.offsets = text_offsets(tokenizer, ids, prompt.text)
+    return prompt
+
+
+def _room(num_prompt_tokens: int, max_model_len: int, *, field: str, least: int) -> int:
+    """Tokens left for an answer, `least` or more."""
     room = max_model_len - num_prompt_tokens
-    if room < 1:
+    if room < least:
         raise bad_request(
             f"{field}: {num_prompt_tokens} tokens leave no room for an answer; the length limit, prompt and answer "
             f"together, is {max_model_len} tokens",

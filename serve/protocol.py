@@ -100,6 +100,7 @@ class SamplingBody(Body):
     structured_outputs: Structure = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT)] | None = None
+    prompt_logprobs: int | None = None
     # Ours: false keeps a prompt out of the cache that prompts share.
     prefix_cache: bool | None = None
 
@@ -110,6 +111,11 @@ class SamplingBody(Body):
             raise ValueError("stream_options: only allowed when stream is true")
         if self.response_format is not None and self.structured_outputs is not None:
             raise ValueError("structured_outputs: not allowed with response_format, which says what shape to give")
+        if self.prompt_logprobs is not None:
+            if not 0 <= self.prompt_logprobs <= MAX_LOGPROBS:
+                raise ValueError(f"prompt_logprobs: {self.prompt_logprobs} is not an integer in 0..{MAX_LOGPROBS}")
+            if self.stream:
+                raise ValueError("prompt_logprobs: not allowed with stream; they come with a whole reply")
         return self
 
     @property
@@ -141,6 +147,11 @@ class SamplingBody(Body):
         """True when a stream is to end with the counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def prompt_shown(self) -> int | None:
+        """How many alternatives to each token of the prompt stand before an answer; None: its tokens do not."""
+        return None
+
     def params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The engine's parameters, stop strings included.
 
@@ -165,6 +176,7 @@ class SamplingBody(Body):
             min_tokens=self.min_tokens or 0,
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
+            prompt_logprobs=max((k for k in (self.prompt_logprobs, self.prompt_shown) if k is not None), default=None),
             n=self.num_candidates,
         )
 
@@ -180,20 +192,25 @@ class CompletionBody(SamplingBody):
 
     @model_validator(mode="after")
     def check_fields_agree(self) -> CompletionBody:
-        """The best are among at least as many, and known only at the end; logprobs of a prompt are not computed."""
+        """The best are among at least as many, and known only at the end; no token at all needs a prompt to tell of."""
         n = 1 if self.n is None else self.n
         if self.best_of is not None and not n <= self.best_of <= MAX_N:
             raise ValueError(f"best_of: {self.best_of} is not an integer in {n}..{MAX_N}, from n up")
         if self.ranks and self.stream:
             raise ValueError("best_of: not allowed with stream; which answers are the best is known at the end only")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo: true with logprobs needs those of the prompt, which are not computed")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError("max_tokens: 0 is not an integer in 1..; with echo or prompt_logprobs it may be 0")
         return self
 
     @property
     def ranks(self) -> bool:
         """True when more answers are computed than are returned."""
         return self.best_of is not None and self.best_of > (1 if self.n is None else self.n)
+
+    @property
+    def prompt_shown(self) -> int | None:
+        """How many alternatives to each token of the prompt stand before an answer; None: its tokens do not."""
+        return self.logprobs if self.echo else None
 
     @property
     def num_candidates(self) -> int:
@@ -260,6 +277,9 @@ class ChatBody(SamplingBody):
                 raise ValueError("top_logprobs: only allowed when logprobs is true")
             if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
                 raise ValueError(f"top_logprobs: {self.top_logprobs} is not an integer in 0..{MAX_LOGPROBS}")
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, name) == 0 and self.prompt_logprobs is None:
+                raise ValueError(f"{name}: 0 is not an integer in 1..; with prompt_logprobs it may be 0")
         if not self.messages:
             raise ValueError("messages: an empty list; at least one message is needed")
         return self

@@ -10,16 +10,15 @@ Proof: tests/test_app.py. Story: app.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from reference.tokenizer import Tokenizer
-from serve.answer import Answer, Piece, Position
+from serve.answer import Answer, Piece
+from serve.echo import Position, finite
 from serve.tools import CallParser, ToolCall, ToolUse
 
-NO_LOGPROB = -9999.0
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
@@ -65,6 +64,7 @@ class CompletionReply:
         """The reply that is not streamed."""
         choices = [
             self._choice(index, Piece(answer.text, tuple(answer.positions), answer.finish_reason))
+            | _told(answer, self.tokenizer)
             for index, answer in enumerate(answers)
         ]
         return {**self._envelope(), "choices": choices, "usage": counts}
@@ -89,14 +89,17 @@ class CompletionReply:
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     def _logprobs(self, positions: Sequence[Position]) -> dict[str, Any]:
-        tops = []
+        tops: list[dict[str, float] | None] = []
         for position in positions:
+            if position.logprobs is None:
+                tops.append(None)
+                continue
             # The chosen token is always there, so there may be one entry more than asked for.
             ranked = [*position.logprobs.top, (position.token_id, position.logprobs.logprob)]
-            tops.append({self._token(token): _finite(value) for token, value in ranked})
+            tops.append({self._token(token): finite(value) for token, value in ranked})
         return {
             "tokens": [self._token(position.token_id) for position in positions],
-            "token_logprobs": [_finite(position.logprobs.logprob) for position in positions],
+            "token_logprobs": [None if p.logprobs is None else finite(p.logprobs.logprob) for p in positions],
             "top_logprobs": tops,
             "text_offset": [position.offset for position in positions],
         }
@@ -134,7 +137,8 @@ class ChatReply:
                     "finish_reason": self._reason(index, answer.finish_reason),
                 }
             )
-        return {**self._envelope("chat.completion"), "choices": choices, "usage": counts}
+        told = _told(answers[0], self.tokenizer)
+        return {**self._envelope("chat.completion"), "choices": choices, "usage": counts, **told}
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         """The chunk of one piece, behind the one that opens its choice."""
@@ -194,14 +198,17 @@ class ChatReply:
                 "top_logprobs": [self._token(token, value) for token, value in position.logprobs.top],
             }
             for position in positions
+            if position.logprobs is not None
         ]
         return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self.tokenizer.token_bytes(token_id, skip_special_tokens=False)
         text = token_text(self.tokenizer, token_id, prefix="")
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+        return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
 
 
-def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else NO_LOGPROB
+def _told(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
+    """vLLM's field, for a request that asked for it."""
+    told = answer.prompt.as_vllm(tokenizer)
+    return {} if told is None else {"prompt_logprobs": told}

@@ -17,7 +17,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from gates.stream import check_all_answers_ended
+from reference.request import Event
 from serve.answer import Answer, AnswerFailed, Piece
+from serve.echo import prompt_first
 from serve.errors import ApiError, bad_request, engine_failed, internal_error
 from serve.events import sse
 from serve.guide import FIELDS
@@ -42,9 +44,11 @@ async def pieces(ticket: Ticket, answers: Sequence[Answer]) -> AsyncIterator[lis
         ApiError: the engine failed, or gave one of the requests up.
     """
     num_open = len(answers)
+    prompts = [answer.prompt for answer in answers]
+    held: list[tuple[int, Event]] = []  # waits for the logprobs of its prompt
     while num_open:
         batch: list[tuple[int, Piece]] = []
-        for index, event in await ticket.take():
+        for index, event in prompt_first(await ticket.take(), prompts, held):
             answer = answers[index]
             if answer.finish_reason is not None:
                 continue  # computed before the engine heard that a stop string had ended it

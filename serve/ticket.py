@@ -104,9 +104,10 @@ class Ticket:
         """Hand in one event of a step, with the step's times; what comes for an answer after its end is dropped."""
         if index not in self._open:
             return
-        if event.token_id is not None:
-            timeline = self.timelines[index]
+        timeline = self.timelines[index]
+        if event.token_id is not None or event.finish_reason == "length":
             timeline.start(began_s)  # unless it was told of its row before
+        if event.token_id is not None:
             self._observer.token(timeline, timeline.token(ended_s))
         self._events.append((index, event))
         self._arrival.set()

@@ -35,6 +35,8 @@ class TokenizeBody(Body):
         """Exactly one of `prompt` and `messages`."""
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: exactly one of prompt and messages is needed")
+        if self.messages == []:
+            raise ValueError("messages: an empty list; at least one message is needed")
         for name in ("add_generation_prompt", "tools"):
             if self.messages is None and getattr(self, name) is not None:
                 raise ValueError(f"{name}: only allowed with messages")

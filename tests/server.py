@@ -138,18 +138,26 @@ class ScriptedEngine:
         }
 
     def _advance(self, row: Row) -> Event:
-        params, token = row.request.params, next(row.ids)
+        params, told = row.request.params, None
+        if not row.emitted and params.prompt_logprobs is not None:
+            told = (None, *(_ranked(other, params.prompt_logprobs) for other in row.request.prompt_ids[1:]))
+        if params.max_tokens == 0:
+            self.running.remove(row)
+            return Event(row.request.id, None, "length", prompt_logprobs=told)
+        token = next(row.ids)
         row.emitted += 1
         full = row.emitted == params.max_tokens or len(row.request.prompt_ids) + row.emitted == self.max_model_len
         ends = token in params.stop_token_ids or (token == self.eos and not params.ignore_eos)
         reason = "stop" if ends else "length" if full else None
         if reason is not None:
             self.running.remove(row)
-        logprobs = None
-        if params.logprobs is not None:
-            ranked = [(token, -0.25), *((other, float("-inf")) for other in range(97, 120) if other != token)]
-            logprobs = TokenLogprobs(-0.25, 1, tuple(ranked[: params.logprobs]))
-        return Event(row.request.id, token, reason, logprobs)
+        logprobs = None if params.logprobs is None else _ranked(token, params.logprobs)
+        return Event(row.request.id, token, reason, logprobs, prompt_logprobs=told)
+
+
+def _ranked(token: int, num_top: int) -> TokenLogprobs:
+    ranked = [(token, -0.25), *((other, float("-inf")) for other in range(97, 120) if other != token)]
+    return TokenLogprobs(-0.25, 1, tuple(ranked[:num_top]))
 
 
 def piece_tokenizer(pieces: Sequence[bytes], *, adds_bos: bool = False, template: str | None = None) -> Tokenizer:

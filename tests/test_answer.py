@@ -63,7 +63,3 @@ def test_an_echoed_prompt_begins_each_of_its_answers(prompt: Any, shown: list[st
     assert [choice["text"] for choice in whole["choices"]] == [f"{text}a" for text in shown for _ in range(2)]
     for choice in whole["choices"]:
         assert "".join(c["text"] for c in chunks if c["index"] == choice["index"]) == choice["text"]
-
-
-def test_an_echo_with_logprobs_is_refused(served: Served):
-    assert "logprobs" in refused(served.post(prompt="x", echo=True, logprobs=0), param="echo")
