@@ -285,7 +285,8 @@ def _calls(body: ChatBody, guides: Guides, form: Form) -> tuple[Guide | None, To
     spec = call_guide(tools, form, choice=called, parallel=parallel)
     names = frozenset(tool.function.name for tool in tools)
     guide = None if spec is None else guides.compile(spec)
-    return guide, ToolUse(form, names, named=called not in ("auto", "required"))
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    return guide, ToolUse(form, names, named=called not in ("auto", "required"), schemas=schemas)
 
 
 def _expanded(

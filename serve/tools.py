@@ -1,9 +1,10 @@
 """Tool calls: which form a model's template teaches, a guide that holds an answer to it, and the parser of an answer.
 
-Two forms are read: Hermes and Qwen (`<tool_call>` around a JSON object with `name` and `arguments`) and Llama 3 (the
-whole answer is JSON with `name` and `parameters`). A template that knows neither takes no tools, and the request is
-refused. An answer is parsed as it grows, and the whole one by the same parser, so both hold the same calls. What is
-not a well-formed call of a tool that was given stays text. It knows templates by their text and no engine.
+Four forms are read: Hermes and Qwen (`<tool_call>` around a JSON object with `name` and `arguments`), Qwen3-Coder (the
+same mark around XML), Llama 3 (the whole answer is JSON with `name` and `parameters`) and Mistral (it is a JSON list of
+calls). A template that knows none of them takes no tools, and the request is refused. An answer is parsed as it grows,
+and the whole one by the same parser, so both hold the same calls. What is not a well-formed call of a tool that was
+given stays text. It knows templates by their text and no engine.
 
 Gates: gates.tools. Proof: tests/test_tools.py. Story: tools.
 """
@@ -13,19 +14,28 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gates.core import CHEAP, enabled
 from gates.tools import check_stream_is_whole
 from serve.guide import JSON_STYLE, GuideSpec
 from serve.messages import Tool
+from serve.xml_calls import read_xml_call
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
-Form = Literal["hermes", "llama"]
-ARGUMENTS: Mapping[Form, str] = {"hermes": "arguments", "llama": "parameters"}
+LIST = "[TOOL_CALLS]"  # Mistral's mark; a special token in its vocabularies, so that an answer seldom shows it
+
+Form = Literal["hermes", "llama", "mistral", "xml"]
+ARGUMENTS: Mapping[Form, str] = {
+    "hermes": "arguments",
+    "llama": "parameters",
+    "mistral": "arguments",
+    "xml": "arguments",
+}
+FIRST: Mapping[Form, str] = {"llama": "{", "mistral": "["}  # of an answer all of which may be calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,7 @@ class ToolUse:
     form: Form
     names: frozenset[str]
     named: bool = False  # the client named the function, so that calling it is no decision (`stop`, says OpenAI)
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of each function's parameters
 
 
 def call_form(chat_templates: Mapping[str, str], special: Sequence[str]) -> Form | None:
@@ -57,10 +68,14 @@ def call_form(chat_templates: Mapping[str, str], special: Sequence[str]) -> Form
     `special` are tokens that answers never show, so a form that needs one of them cannot be read.
     """
     template = chat_templates.get("tool_use") or chat_templates.get("default") or ""
-    if "tools" not in template or "<function=" in template:  # the latter is Qwen3-Coder's XML inside the same mark
+    if "tools" not in template:
         return None
     if OPEN in template:
-        return None if OPEN in special or CLOSE in special else "hermes"
+        xml = "<function=" in template
+        known = not xml or "<parameter=" in template
+        return None if not known or OPEN in special or CLOSE in special else "xml" if xml else "hermes"
+    if LIST in template:
+        return None if "[ARGS]" in template else "mistral"  # later versions write a name, a mark and the arguments
     return "llama" if '"parameters": ' in template and "ipython" in template else None
 
 
@@ -68,9 +83,17 @@ def call_guide(tools: Sequence[Tool], form: Form, *, choice: Any, parallel: bool
     """What holds the answer to its calls; None where the model decides and nothing was promised.
 
     `choice` is `auto`, `required` or a function's name. `strict` promises the schema, and so does having to call.
+
+    Raises:
+        ValueError: naming the field that asks for a promise which XML calls cannot be held to.
     """
     if choice == "auto" and parallel and not any(tool.function.strict for tool in tools):
         return None
+    if form == "xml":
+        asked = "tool_choice" if choice != "auto" else "tools" if parallel else "parallel_tool_calls"
+        raise ValueError(
+            f"{asked}: this model's calls are XML, which no guide holds an answer to; auto alone is served"
+        )
     functions = [tool.function for tool in tools if choice in ("auto", "required", tool.function.name)]
     bodies, rules = [], []
     for index, function in enumerate(functions):
@@ -83,7 +106,8 @@ def call_guide(tools: Sequence[Tool], form: Form, *, choice: Any, parallel: bool
         key = json.dumps(f', "{ARGUMENTS[form]}": ')
         rules += [f'body{index}: "{{\\"name\\": " {name} {key} args{index} "}}"', f"args{index}: %json {arguments}"]
     body = "(" + " | ".join(bodies) + ")"
-    start = _hermes(body, choice, parallel) if form == "hermes" else _llama(body, choice)
+    starts = {"hermes": _hermes, "llama": _llama, "mistral": _mistral}
+    start = starts[form](body, choice, parallel)
     return GuideSpec("lark", "\n".join([*start, *rules]), "tools")
 
 
@@ -95,7 +119,7 @@ class CallParser:
         self._text = ""  # not decided yet
         self._inside = False
         self._sought = 0  # closing marks before this character are known to stand in a string
-        self._only_text = False  # a Llama answer that did not begin as a call
+        self._only_text = False  # a Llama or Mistral answer that did not begin as a call
         self._pushed: list[str] = []  # for the gate: what came, and what went out
         self._said: list[str] = []
         self.calls: list[ToolCall] = []
@@ -103,7 +127,7 @@ class CallParser:
     def push(self, text: str) -> str:
         """Take text; return what is certainly none of a call. New calls are appended to `calls`."""
         self._text += text
-        said = self._hermes() if self._use.form == "hermes" else self._llama()
+        said = self._llama() if self._use.form in FIRST else self._hermes()
         self._pushed.append(text)
         self._said.append(said)
         return said
@@ -127,8 +151,8 @@ class CallParser:
 
     def _left(self) -> str:
         left, self._text = self._text, ""
-        if self._use.form == "llama":
-            calls = _llama_calls(left, self._use)
+        if self._use.form in FIRST:
+            calls = None if self._only_text else _all_calls(left, self._use)
             self.calls += calls or []
             return "" if calls else left
         if not self._inside:
@@ -159,9 +183,9 @@ class CallParser:
                 self._text, self._inside = after, True
 
     def _end_of_call(self) -> int | None:
-        """Where the closing mark begins; one inside a string of the call is a word like any other."""
+        """Where the closing mark begins; one inside a string or an argument of the call is a word like any other."""
         while (end := self._text.find(CLOSE, self._sought)) >= 0:
-            if not _in_string(self._text[:end]):
+            if not _is_inside(self._text[:end], self._use):
                 self._sought = 0
                 return end
             self._sought = end + 1
@@ -169,7 +193,7 @@ class CallParser:
 
     def _llama(self) -> str:
         head = self._text.lstrip()
-        if not self._only_text and (head.startswith("{") or not head):
+        if not self._only_text and (head.startswith(FIRST[self._use.form]) or not head):
             return ""  # all of it may be a call, which only the end tells
         self._only_text = True
         said, self._text = self._text, ""
@@ -184,8 +208,19 @@ def _hermes(body: str, choice: Any, parallel: bool) -> list[str]:
     return [f"start: FREE | before {first}", f'before[suffix="{OPEN}"]: /(?s:.*)/', "FREE: /(?s:.*)/"]
 
 
-def _llama(body: str, choice: Any) -> list[str]:
+def _llama(body: str, choice: Any, parallel: bool) -> list[str]:
     return [f"start: {body}"] if choice != "auto" else [f"start: FREE | {body}", r"FREE: /[^{\s](?s:.*)/"]
+
+
+def _mistral(body: str, choice: Any, parallel: bool) -> list[str]:
+    more = f' (", " {body})*' if parallel and choice in ("auto", "required") else ""
+    calls = f'"[" {body}{more} "]"'
+    return [f"start: {calls}"] if choice != "auto" else [f"start: FREE | {calls}", r"FREE: /[^\[\s](?s:.*)/"]
+
+
+def _is_inside(text: str, use: ToolUse) -> bool:
+    """True of a call that is not over: what follows belongs to it."""
+    return not text.rstrip().endswith("</function>") if use.form == "xml" else _in_string(text)
 
 
 def _in_string(text: str) -> bool:
@@ -208,7 +243,7 @@ def _withheld(text: str) -> int:
 
 def _call_of(text: str, use: ToolUse) -> ToolCall | None:
     try:
-        return _call(json.loads(text), use)
+        return _call(read_xml_call(text, use.schemas) if use.form == "xml" else json.loads(text), use)
     except (ValueError, RecursionError):
         return None
 
@@ -220,7 +255,22 @@ def _call(value: Any, use: ToolUse) -> ToolCall | None:
     arguments = value.get(ARGUMENTS[use.form], value.get("arguments", {}))
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", value["name"], json.dumps(arguments, ensure_ascii=False))
+    # Mistral's templates take ids of nine letters and digits alone, and a client sends them back.
+    id = uuid.uuid4().hex[:9] if use.form == "mistral" else f"call_{uuid.uuid4().hex[:24]}"
+    return ToolCall(id, value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _all_calls(text: str, use: ToolUse) -> list[ToolCall] | None:
+    """A whole answer as calls; None when any part of it is something else."""
+    if use.form == "llama":
+        return _llama_calls(text, use)
+    try:
+        values = json.loads(text.strip().removeprefix(LIST))
+    except (ValueError, RecursionError):
+        return None
+    calls = [_call(value, use) for value in values] if isinstance(values, list) else []
+    made = [call for call in calls if call is not None]
+    return made if made and len(made) == len(calls) else None
 
 
 def _llama_calls(text: str, use: ToolUse) -> list[ToolCall] | None:

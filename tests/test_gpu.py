@@ -94,7 +94,14 @@ def test_a_requests_logits_keep_their_bits_under_every_schedule():
 SHORT = Trace(
     arrivals=(
         Arrival(0, Request(range(7, 11), SamplingParams(6, temperature=0.9, seed=4, ignore_eos=True), "drawn")),
-        Arrival(0, Request(range(9, 14), SamplingParams(5, temperature=0.0, ignore_eos=True, logprobs=2), "greedy")),
+        Arrival(
+            0,
+            Request(
+                range(9, 14),
+                SamplingParams(5, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=2),
+                "greedy",
+            ),
+        ),
         Arrival(1, Request(range(5, 8), SamplingParams(7, temperature=0.8, seed=2, top_p=0.9), "late")),
         Arrival(2, Request((8,), SamplingParams(4, temperature=0.0, ignore_eos=True), "short")),
     ),

@@ -13,6 +13,7 @@ from gates import GateError
 from gates.tools import check_stream_is_whole
 from reference.tokenizer import Tokenizer
 from serve.tools import CallParser, ToolUse, call_form
+from serve.xml_calls import read_xml_call
 from tests.server import MODEL, ScriptedEngine, Served, make_engine, piece_tokenizer, says, serving
 
 CHAT = "/v1/chat/completions"
@@ -22,6 +23,8 @@ HERMES = (
     + "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endfor %}<turn>assistant:"
 )  # fmt: skip
 LLAMA = HERMES.replace("<tool_call>", '{"name": "", "parameters": ').replace("</tool_call>", "ipython")
+XML = HERMES.replace("<tool_call>{{ c.function | tojson }}", "<tool_call>\n<function=a>\n<parameter=b>\n</function>\n")
+MISTRAL = HERMES.replace("<tool_call>", "[TOOL_CALLS] [").replace("</tool_call>", "]")
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"enum": ["Brno", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -36,6 +39,7 @@ ASK: Any = [{"role": "user", "content": "Will it rain?"}]
 CALL = '{"name": "weather", "arguments": {"city": "Brno", "days": 2}}'
 TIME = '{"name": "clock", "arguments": {}}'
 CALLED = ("weather", {"city": "Brno", "days": 2})
+FORECAST = "<function=weather>\n<parameter=city>\nBrno\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>"
 
 
 def tokenizer_of(template: str | None) -> Tokenizer:
@@ -96,6 +100,23 @@ def streamed(running: Served, **body: Any) -> Answer:
         (f" {CALL}; {TIME}\n", LLAMA, ("", [CALLED, ("clock", {})], "tool_calls")),
         ("No {braces} here", LLAMA, ("No {braces} here", [], "stop")),
         ('{"name": "rm"}', LLAMA, ('{"name": "rm"}', [], "stop")),
+        (f"[{CALL}, {TIME}]", MISTRAL, ("", [CALLED, ("clock", {})], "tool_calls")),
+        (f"[TOOL_CALLS] [{CALL}]", MISTRAL, ("", [CALLED], "tool_calls")),
+        (f'[{CALL}, {{"name": "rm"}}]', MISTRAL, (f'[{CALL}, {{"name": "rm"}}]', [], "stop")),
+        (f"[{CALL}", MISTRAL, (f"[{CALL}", [], "stop")),
+        ("See [1] and [2]", MISTRAL, ("See [1] and [2]", [], "stop")),
+        (
+            f"Look:\n<tool_call>\n{FORECAST}\n</tool_call>\n<tool_call><function=clock></function></tool_call>",
+            XML,
+            ("Look:", [CALLED, ("clock", {})], "tool_calls"),
+        ),
+        (f"<tool_call>{FORECAST}", XML, ("", [CALLED], "tool_calls")),
+        (
+            "<tool_call><function=clock><parameter=a>1</function></tool_call>",
+            XML,
+            ("<tool_call><function=clock><parameter=a>1</function></tool_call>", [], "stop"),
+        ),
+        (f"<tool_call>{CALL}</tool_call>", XML, (f"<tool_call>{CALL}</tool_call>", [], "stop")),
     ],
 )
 def test_calls_are_read_out_of_the_answer(said: str, template: str, expected: Answer):
@@ -110,6 +131,34 @@ def test_the_closing_mark_inside_a_string_ends_no_call():
     with serving(*speaking(said)) as running:
         for read in (whole, streamed):
             assert read(running, tools=[WEATHER]) == ("", [("weather", arguments)], "tool_calls")
+
+
+def test_an_argument_in_xml_is_read_by_its_schema():
+    kinds: dict[str, Any] = {"s": "string", "i": "integer", "o": "object", "a": "array", "b": "boolean"}
+    kinds |= {"u": ["string", "null"], "n": ["integer", "string"]}
+    tool = {"name": "f", "parameters": {"properties": {name: {"type": kind} for name, kind in kinds.items()}}}
+    given = {
+        "s": "5",
+        "i": "5",
+        "o": '{"x": [1]}',
+        "a": "[true]",
+        "b": "false",
+        "u": "null",
+        "n": "7",
+        "free": "a <b>\nc",
+    }
+    marks = "\n".join(f"<parameter={name}>\n{value}\n</parameter>" for name, value in given.items())
+    wanted = {"s": "5", "i": 5, "o": {"x": [1]}, "a": [True], "b": False, "u": None, "n": 7, "free": "a <b>\nc"}
+    with serving(*speaking(f"<tool_call>\n<function=f>\n{marks}\n</function>\n</tool_call>", XML)) as running:
+        for read in (whole, streamed):
+            assert read(running, tools=[{"type": "function", "function": tool}]) == ("", [("f", wanted)], "tool_calls")
+    for text, schema, value in (
+        ("NaN", {}, "NaN"),
+        ("true", {"type": ["string", "integer"]}, "true"),
+        ("2", {"enum": ["2"]}, "2"),
+    ):
+        call = f"<function=f><parameter=x>{text}</parameter></function>"
+        assert read_xml_call(call, {"f": {"properties": {"x": schema}}})["arguments"] == {"x": value}
 
 
 NESTED = {
@@ -226,8 +275,9 @@ def test_an_answer_that_must_call_does_and_both_engines_make_the_same_calls():
             else:
                 assert (name, arguments) == ("clock", {})
         assert reason == ("stop" if isinstance(choice.get("tool_choice"), dict) else "tool_calls")
-    text, calls, _ = answers("fast", LLAMA)[1]
-    assert (text, [name for name, _ in calls]) == ("", ["weather"])
+    for template in (LLAMA, MISTRAL):
+        text, calls, _ = answers("fast", template)[1]
+        assert (text, [name for name, _ in calls]) == ("", ["weather"])
 
 
 # ---- rejects ----------------------------------------------------------------------------------------------------
@@ -279,12 +329,29 @@ def test_a_template_without_tools_refuses_them():
         (HERMES, ("<tool_call>",), None),
         (HERMES.replace("tool_call>", "function>"), (), None),
         (HERMES + "<function=example_function_name>", (), None),
+        (XML, (), "xml"),
+        (XML, ("</tool_call>",), None),
+        (MISTRAL, ("[TOOL_CALLS]",), "mistral"),
+        (MISTRAL + "[ARGS]", (), None),
         ("{{ messages }}", (), None),
     ],
 )
 def test_the_form_of_a_call_is_told_by_the_template(template: str, special: tuple[str, ...], form: str | None):
     assert call_form({"default": template}, special) == form
     assert call_form({"default": "x", "tool_use": template}, special) == form
+
+
+def test_what_xml_calls_cannot_promise_is_refused_by_name():
+    named = {"type": "function", "function": {"name": "weather"}}
+    with serving(*speaking("x", XML)) as running:
+        for field, body in (
+            ("tool_choice", {"tools": [WEATHER], "tool_choice": "required"}),
+            ("tool_choice", {"tools": [WEATHER], "tool_choice": named}),
+            ("tools", {"tools": [STRICT]}),
+            ("parallel_tool_calls", {"tools": [WEATHER], "parallel_tool_calls": False}),
+        ):
+            reply = running.post(CHAT, messages=ASK, **body)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, field), reply.text
 
 
 def test_gate_rejects_a_parser_that_lets_half_a_mark_go_by(monkeypatch: pytest.MonkeyPatch):
@@ -325,12 +392,24 @@ PARTS = [
     "}",
     ";",
     '{"name": 1}',
+    "[TOOL_CALLS]",
+    "[",
+    "]",
+    ", ",
+    FORECAST,
+    "<function=clock>",
+    "<parameter=a>",
+    "</parameter>",
+    "</function>",
 ]
+FORMS: list[Any] = ["hermes", "llama", "mistral", "xml"]
 
 
-@given(parts=st.lists(st.sampled_from(PARTS), max_size=9), cuts=st.lists(st.integers(1, 9)), llama=st.booleans())
-def test_how_an_answer_is_cut_changes_nothing(parts: list[str], cuts: list[int], llama: bool):
-    use = ToolUse("llama" if llama else "hermes", frozenset(["weather", "clock"]))
+@given(
+    parts=st.lists(st.sampled_from(PARTS), max_size=9), cuts=st.lists(st.integers(1, 9)), form=st.sampled_from(FORMS)
+)
+def test_how_an_answer_is_cut_changes_nothing(parts: list[str], cuts: list[int], form: Any):
+    use = ToolUse(form, frozenset(["weather", "clock"]))
     text = "".join(parts)
     once, pieces = CallParser(use), CallParser(use)
     expected = once.push(text) + once.finish()
