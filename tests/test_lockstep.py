@@ -301,7 +301,7 @@ def test_a_move_that_forgets_a_column_is_caught(monkeypatch: pytest.MonkeyPatch)
 MODEL = "smollm2-135m-instruct"
 PROMPTS = {
     "The capital of France is": {"temperature": 0.0},
-    "def fibonacci(n):\n    ": {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 2},
+    "def fibonacci(n):\n    ": {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 2, "prompt_logprobs": 3},
     "Привет, как дела? 今日は": {"temperature": 0.8, "top_p": 0.95},
     "1": {"temperature": 1.0, "top_k": 20, "frequency_penalty": 0.5, "max_tokens": 24},
     "Once upon a time, in a": {"temperature": 1.2, "min_p": 0.05, "presence_penalty": 1.0},
