@@ -10,12 +10,14 @@ Gates: gates.metrics. Proof: tests/test_metrics.py. Story: metrics.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
@@ -94,9 +96,9 @@ class Metrics:
             registry=self.registry,
         )
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of the answers that got a token.")
-        self._generation = self._counter("generation_tokens", "Tokens generated.")
         self._ttft = self._histogram("time_to_first_token_seconds", "From submission to the first token.", SECONDS)
-        self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens of an answer.", GAPS)
+        self._tokens = _TokenCounts(self._labels)
+        self.registry.register(self._tokens)
         self._e2e = self._histogram("e2e_request_latency_seconds", "From submission to the end.", SECONDS)
         self._queue = self._histogram("request_queue_time_seconds", "From submission to a row.", SECONDS)
         self._prefill = self._histogram("request_prefill_time_seconds", "From a row to the first token.", SECONDS)
@@ -112,9 +114,8 @@ class Metrics:
 
     def token(self, timeline: Timeline, gap_s: float | None) -> None:
         """It got a token."""
-        self._generation.inc()
+        self._tokens.add(gap_s)
         if gap_s is not None:
-            self._itl.observe(gap_s)
             return
         self._prompt.inc(timeline.num_prompt_tokens)
         for histogram, seconds in ((self._ttft, timeline.ttft_s), (self._queue, timeline.queue_s)):
@@ -152,6 +153,39 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         made = Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry)
         return made.labels(**self._labels)
+
+
+class _TokenCounts(Collector):
+    """Tokens, and the seconds between them. A token is the one thing counted so often that how it is counted shows."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = dict(labels)
+        self._num_tokens = 0
+        self._counts = [0] * (len(GAPS) + 1)  # gaps up to each bound, and beyond the last
+        self._seconds = 0.0
+
+    def add(self, gap_s: float | None) -> None:
+        """One token, and how long after the one before; None for an answer's first."""
+        self._num_tokens += 1
+        if gap_s is not None:
+            self._counts[bisect_left(GAPS, gap_s)] += 1
+            self._seconds += gap_s
+
+    def describe(self) -> list[Metric]:
+        """Both series, whose names do not depend on what was counted."""
+        return list(self.collect())
+
+    def collect(self) -> Iterator[Metric]:
+        """Both series."""
+        names, values = list(self._labels), list(self._labels.values())
+        tokens = CounterMetricFamily(f"{PREFIX}generation_tokens", "Tokens generated.", labels=names)
+        tokens.add_metric(values, self._num_tokens)
+        yield tokens
+        name, text = f"{PREFIX}inter_token_latency_seconds", "Between two tokens of an answer."
+        gaps = HistogramMetricFamily(name, text, labels=names)
+        bounds = [*map(str, GAPS), "+Inf"]
+        gaps.add_metric(values, list(zip(bounds, accumulate(self._counts), strict=True)), self._seconds)
+        yield gaps
 
 
 class _EngineCounts(Collector):

@@ -77,7 +77,7 @@ class Connection(HttpToolsProtocol):
     def handle_websocket_upgrade(self) -> None:
         """The parser stopped at a head that offers another protocol: the one named `ws` above goes on from there."""
         stopped = sys.exc_info()[1]
-        if stopped is None or (self.cycle is not None and not self.cycle.response_complete):
+        if stopped is None or self._is_answering():
             self.transport.close()  # an answer is being written, and its end would find nobody
             return
         super().handle_websocket_upgrade()
@@ -104,14 +104,20 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answer and hang up; only hang up where the bytes would be taken for another's answer, or for an early one."""
-        answering = self.cycle is not None and not self.cycle.response_complete
         asked = self._num_heads > 0 or error.status == 400
-        if asked and not answering:
+        if asked and not self._is_answering():
             response = error.response()
             headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
             head = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
             self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + bytes(response.body))
         self.transport.close()
+
+    def _is_answering(self) -> bool:
+        """True amid an answer, and before one to a request that is complete; one whose body breaks off gets none."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            return False
+        return cycle.response_started or not cycle.more_body
 
 
 class Unmoved(H11Protocol):

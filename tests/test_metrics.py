@@ -10,6 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fast.engine import Engine
@@ -18,7 +21,7 @@ from gates.metrics import check_answers_add_up, check_usage_in_range
 from reference.request import Event
 from reference.weights import random_weights
 from serve.access import Finished
-from serve.metrics import Metrics
+from serve.metrics import GAPS, Metrics
 from serve.timeline import Timeline
 from tests.harness import tiny_config
 from tests.server import BOS, EOS, MODEL, VOCAB, ScriptedEngine, Served, eventually, make_engine, says, serving
@@ -164,6 +167,28 @@ def test_a_timeline_adds_up():
     line.start(14.0)  # a row again, after a preemption
     line.end(15.0, "length")
     assert (line.queue_s, line.ttft_s, line.prefill_s, line.decode_s, line.e2e_s) == (1.0, 3.0, 2.0, 1.5, 5.0)
+
+
+@given(gaps=st.lists(st.one_of(st.sampled_from([None, 0.0, 1e-9, 1e9, *GAPS]), st.floats(0, 7)), max_size=30))
+def test_tokens_are_counted_as_the_library_counts(gaps: list[float | None]):
+    library = CollectorRegistry()
+    count = Counter(f"{P}generation_tokens", "Tokens generated.", ["model_name"], registry=library).labels("m")
+    name, text = f"{P}inter_token_latency_seconds", "Between two tokens of an answer."
+    seconds = Histogram(name, text, ["model_name"], buckets=GAPS, registry=library).labels("m")
+    ours = Metrics(model_name="m", stats=ScriptedEngine().stats, num_open=lambda: 0, up=lambda: True)
+    for gap_s in gaps:
+        ours.token(Timeline("r", 1, 0.0), gap_s)
+        count.inc()
+        if gap_s is not None:
+            seconds.observe(gap_s)
+
+    def shown(registry: CollectorRegistry) -> list[str]:
+        lines = generate_latest(registry).decode().splitlines()
+        return [
+            line for line in lines if ("generation_tokens" in line or "inter_token" in line) and "_created" not in line
+        ]
+
+    assert [line for line in shown(ours.registry) if "request_" not in line] == shown(library)
 
 
 # ---- rejects ----------------------------------------------------------------------------------------------------

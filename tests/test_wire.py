@@ -83,6 +83,7 @@ def test_requests_in_a_row_are_answered_in_order(served: Served):
         (b"GET / HTTP/1.1\r\nhost x\r\n\r\n", "Invalid header"),
         (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\ncontent-length: 5\r\n\r\n", "Content-Length"),
         (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n", "Transfer-Encoding"),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", "chunk size"),
     ],
 )
 def test_what_is_no_http_is_a_400_with_the_reason(served: Served, request_bytes: bytes, reason: str):
