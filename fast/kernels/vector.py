@@ -227,17 +227,6 @@ def larger(typingctx, a, b):
 
 
 @intrinsic
-def larger_or_nan(typingctx, a, b):
-    """The larger of a and b lane by lane, NaN where either is."""
-
-    def codegen(context, builder, sig, args):
-        kind = ir.FunctionType(_VECTOR, [_VECTOR, _VECTOR])
-        return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.maximum.v{LANES}f32"), args)
-
-    return vector(vector, vector), codegen
-
-
-@intrinsic
 def first_lanes(typingctx, value, count, fill):
     """Lanes 0..count-1 of value, `fill` in the others."""
 
