@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fast.blocks import BlockAllocator
+from fast.engine import Engine
 from fast.prefix import PrefixCache
 from fast.scheduler import Scheduler
 from tests.museum import scenes
@@ -24,6 +25,17 @@ EXHIBITS = (
         says="of a hit holds tokens",
         cheap="prefix.hit",
         off=LOCKSTEP,
+    ),
+    Exhibit(
+        name="a prompt that is scored is computed",
+        thread="vllm-project/vllm#3251",
+        story="A request that asks for its prompt's logprobs finds most of it in the cache, where no logits are.",
+        edits=(Edit(Engine.submit, "apart=sequence.reads_prompt", "apart=False"),),
+        scene=scenes.scored_prompt,
+        full="sampling.prompt_scored",
+        says="0 logprobs for the 8 prompt tokens after the first",
+        cheap="sampling.prompt_scored",
+        off=HARMLESS,
     ),
     Exhibit(
         name="a block that is still computed is nobody's hit",

@@ -160,6 +160,13 @@ def equal_prompts(**changes: Any) -> Engine:
     return play(((0, asked[0]), (0, asked[1]), (3, asked[2]), (4, longer)), prefix_cache=True, **(CAPTURED | changes))
 
 
+def scored_prompt() -> Engine:
+    """A prompt twice, one after the other; the second request asks for its logprobs."""
+    first, second = request("a", 9, 3), request("bb", 9, 3)
+    asked = replace(second, prompt_ids=first.prompt_ids, params=replace(second.params, prompt_logprobs=1))
+    return play(((0, first), (4, asked)), prefix_cache=True, **CAPTURED)
+
+
 def parting_prompts() -> Engine:
     """Two prompts at once that share their first block and no more, a few tokens of each a step."""
     asked = [replace(request(n, 13 - 5 * i, 5), prompt_ids=request("p", 4, 1).prompt_ids) for i, n in enumerate("ab")]
