@@ -137,9 +137,8 @@ def work_of(engine: Engine, steps: int) -> Counter[str]:
     return work
 
 
-def sharing(*, num_blocks: int, chunk_tokens: int, rows: int = 4) -> Engine:
-    """An engine with the prefix cache on that has been asked nothing yet."""
-    sizes = {"max_batch_size": rows, "block_size": 16}
-    cache = BatchedPagedKVCache(CONFIG, num_blocks=num_blocks, max_model_len=num_blocks * 16, **sizes)
+def fixed_engine(*, rows: int, num_blocks: int, max_model_len: int, **options: Any) -> Engine:
+    """A plain engine over that model that has been asked nothing yet; `options` go to `Engine`."""
+    sizes = {"max_batch_size": rows, "block_size": 16, "num_blocks": num_blocks, "max_model_len": max_model_len}
     forward: Any = FixedForward(rows)
-    return Engine(forward, cache, prefix_cache=True, chunk_tokens=chunk_tokens, reserve_growth=True)
+    return Engine(forward, BatchedPagedKVCache(CONFIG, **sizes), **options)

@@ -152,6 +152,27 @@ def test_two_long_prompts_in_chunks_that_do_not_fit_together_are_not_thrashed():
 
 
 @pytest.mark.differential
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("reserve_growth", [False, True])
+@pytest.mark.parametrize("company", [0, 6])
+def test_prompts_that_do_not_fit_together_are_computed_less_than_twice(
+    prefix_cache: bool, reserve_growth: bool, company: int
+):
+    # 384 tokens of pool; two prompts of 240 and 32 more, which need 17 of 24 blocks each, and short ones beside them.
+    policy = {"prefix_cache": prefix_cache, "reserve_growth": reserve_growth, "chunk_tokens": 64}
+    longs = [Arrival(0, Request([5 + i] * 240, replace(GREEDY, max_tokens=32), f"long{i}")) for i in range(2)]
+    shorts = [
+        Arrival(2 + 3 * i, Request([40 + i] * 10, replace(GREEDY, max_tokens=4), f"s{i}")) for i in range(company)
+    ]
+    sizes = {"block_size": 16, "num_blocks": 24, "max_batch_size": 8, "max_model_len": 384}
+    run = lockstep(Trace((*longs, *shorts), **sizes, **policy))
+    stats = run.engine.stats()
+    assert stats["prefill_tokens"] + stats["decode_tokens"] < 2 * (2 * (240 + 32) + company * 14)
+    assert stats["preemptions"] <= 2
+    assert {len(one.token_ids) for one in run.completions.values()} <= {4, 32}
+
+
+@pytest.mark.differential
 def test_one_forward_for_chunks_and_decoding_rows_has_the_tokens_of_two():
     answers = []
     for mixed in (False, True):

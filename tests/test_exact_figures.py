@@ -62,7 +62,31 @@ def test_coverage_by_workload(counted):
     assert rows == COVERAGE
 
 
+def test_prompt_tokens_computed_with_and_without_the_prefix_cache(counted):
+    rows = [(r["computed"], r["with_cache"]) for r in counted["shared"]]
+    assert rows == [(30_647, 1_639), (2_760, 440)]
+
+
+def test_what_a_short_prompt_waits_behind_a_long_one(counted):
+    rows = [(r["budget"], r["short"], r["long"]) for r in counted["behind"]]
+    assert rows == [(512, (1, 512), (8, 4_010)), (8_192, (1, 4_010), (1, 4_010))]
+
+
+def test_what_a_tight_pool_computes_again(counted):
+    rows = [(r["blocks"], r["preemptions"], r["prefill_tokens"], r["steps"]) for r in counted["tight"]]
+    assert rows == [(900, 0, 1_080, 122), (60, 16, 2_559, 329), (60, 6, 1_781, 332)]
+
+
 def test_the_tables_show_what_was_counted(counted):
     text = figures.render(counted)
-    for shown in ("558,080", "2,112", "28.80 s", "64 graphs   3.20 s", "1,953, 135 of 576", "12 / 35"):
+    for shown in (
+        "558,080",
+        "2,112",
+        "28.80 s",
+        "64 graphs   3.20 s",
+        "1,953, 135 of 576",
+        "12 / 35",
+        "30,647",
+        "16 preemptions",
+    ):
         assert shown in text

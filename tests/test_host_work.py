@@ -11,7 +11,7 @@ import pytest
 from fast.engine import Engine
 from gates.core import at_level
 from reference.request import Request, SamplingParams
-from tests.hostwork import decoding, fixed_sampler, sharing, work_of
+from tests.hostwork import decoding, fixed_engine, fixed_sampler, work_of
 
 STEPS = 17
 
@@ -93,7 +93,7 @@ def looks_of(engine: Engine, *, after: int, steps: int) -> int:
 
 
 def test_prompts_in_chunks_are_followed_at_the_same_cost_at_their_first_blocks_and_at_their_last():
-    engine = sharing(num_blocks=400, chunk_tokens=64)
+    engine = fixed_engine(rows=4, num_blocks=400, max_model_len=6400, chunk_tokens=64, prefix_cache=True)
     for name, first, length in (("a", 5, 2400), ("b", 6, 2000)):
         engine.submit(Request((first,) * length, SamplingParams(max_tokens=2), name))
     early, late = looks_of(engine, after=2, steps=3), looks_of(engine, after=50, steps=3)
@@ -104,7 +104,8 @@ def test_prompts_in_chunks_are_followed_at_the_same_cost_at_their_first_blocks_a
 def test_a_prompt_that_waits_is_looked_up_at_the_same_cost_whatever_was_found_of_it():
     costs = []
     for blocks in (4, 150):
-        engine = sharing(num_blocks=blocks + 8, chunk_tokens=4096)
+        pool = {"num_blocks": blocks + 8, "max_model_len": 16 * (blocks + 8)}
+        engine = fixed_engine(rows=4, **pool, chunk_tokens=4096, prefix_cache=True, reserve_growth=True)
         for name, tail, answer in (("runs", 3, 90), ("waits", 16 * 7, 2)):
             prompt = ((5,) * 16 * blocks) + (7,) * tail
             engine.submit(Request(prompt, SamplingParams(max_tokens=answer, ignore_eos=True), name))

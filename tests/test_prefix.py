@@ -86,6 +86,18 @@ def test_a_prompt_again_has_the_same_answer_and_computes_at_least_its_last_token
     assert ask(engine, "longer", longer)[1] == count // 16 * 16
 
 
+@pytest.mark.parametrize(("count", "found"), [(16, 0), (32, 16), (33, 32), (48, 32)])
+@pytest.mark.parametrize("chunk_tokens", [None, 16])
+def test_a_prompt_twice_in_one_step_has_one_answer_twice(count: int, found: int, chunk_tokens: int | None):
+    plain, _ = ask(tiny_engine(**(SIZES | {"prefix_cache": False})), "plain", ids(count))
+    engine = tiny_engine(**SIZES, chunk_tokens=chunk_tokens)
+    done = engine.generate([Request(ids(count), GREEDY, name) for name in ("one", "two")])
+    assert [one.token_ids for one in done] == [plain, plain]
+    stats = engine.stats()
+    assert stats["prefix_hit_tokens"] == found
+    assert stats["prefill_tokens"] + stats["decode_tokens"] == 2 * count - found + 2 * 7
+
+
 def test_an_answer_is_found_by_the_next_turn_of_a_chat():
     engine = tiny_engine(**SIZES)
     first, _ = ask(engine, "one", ids(20))
@@ -524,6 +536,36 @@ def test_a_long_prompt_of_the_real_model_is_found_again_with_the_same_tokens():
     again = ask(engine, "again", prompt)
     assert [tokens for tokens, _ in answers] == [again[0]] * 2
     assert (answers[1][1], again[1], engine.prefill.tokens) == (0, 1984, 2000 + 16)
+
+
+@pytest.mark.model
+def test_a_chat_of_eight_turns_with_the_real_model_has_the_tokens_it_has_without_the_cache():
+    from tests.harness import model_of
+
+    config, weights = model_of("smollm2-135m-instruct")
+    kernels = {
+        "kernels": True,
+        "half_weights": True,
+        "max_model_len": 160,
+        "num_blocks": 20,
+        "max_batch_size": 1,
+        "threads": 1,
+    }
+    params, said = SamplingParams(max_tokens=4, temperature=0.8, seed=3, ignore_eos=True), []
+    for cached in (False, True):
+        engine = Engine.build(config, weights, **kernels, chunk_tokens=64, prefix_cache=cached)
+        history, answers = tuple((11 * i) % 4000 + 100 for i in range(30)), []
+        with at_level("cheap"):
+            for turn in range(8):
+                history = (*history, *((13 * i + turn) % 4000 + 100 for i in range(10)))
+                (done,) = engine.generate([Request(history, params, f"t{turn}")])
+                answers.append(done.token_ids)
+                history = (*history, *done.token_ids)
+        said.append((answers, engine.prefill.tokens))
+    assert said[0][0] == said[1][0]
+    whole = sum(40 + 14 * turn for turn in range(8))
+    # Of each later turn, the blocks of the one before it and its answer, whose last token is not stored, are found.
+    assert [computed for _, computed in said] == [whole, whole - sum((40 + 14 * t + 3) // 16 * 16 for t in range(7))]
 
 
 @pytest.mark.model

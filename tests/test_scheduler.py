@@ -207,6 +207,15 @@ def test_an_admission_may_leave_a_block_for_each_row_that_will_grow(reserve: boo
     assert (scheduler.preemptions == 0) == reserve
 
 
+@pytest.mark.parametrize(("answer", "admitted"), [(4, 0), (1, 1)], ids=["grows", "does not"])
+def test_the_room_that_is_kept_is_for_the_newcomer_too(answer: int, admitted: int):
+    scheduler = make(rows=2, blocks=5, reserve_growth=True)
+    scheduler.add(sequence(0, 3, 2))  # has its last block already
+    step(scheduler)
+    scheduler.add(sequence(1, 6, answer))
+    assert len(step(scheduler).admitted) == admitted, "three blocks are free, and a prompt of three"
+
+
 def test_no_block_is_left_for_a_last_token_that_is_never_stored():
     scheduler = make(rows=2, blocks=2, reserve_growth=True)
     for arrival in range(2):

@@ -3,9 +3,15 @@
 Run: `python -m pytest tests/bench/bench_prefix.py --benchmark-enable --benchmark-only`. Token counts come from the real
 scheduler and cache, so they are the same on every machine; both arms give the same tokens. The tight pool is counted
 in preemptions and in tokens computed against a roomy one.
+
+`python -m tests.bench.bench_prefix` prints, in processor time on one thread, what a look-up costs a block and what the
+real model takes in a tight pool and in a roomy one, in turn.
 """
 
 from __future__ import annotations
+
+import time
+from statistics import median
 
 import pytest
 
@@ -96,11 +102,17 @@ def bench_a_tight_pool(benchmark, arm: str):
     benchmark.extra_info.update(arm=arm, **counts, **machine())
 
 
-def bench_a_lookup(benchmark):
-    blocks = 250
+def published(blocks: int) -> tuple[PrefixCache, tuple[int, ...]]:
+    """A cache that holds one prompt of so many blocks, and that prompt."""
     cache = PrefixCache(BlockAllocator(blocks), block_size=16)
     tokens = ids(16 * blocks)
     cache.publish(Prefix(""), tokens, cache.allocator.allocate(blocks), computed=len(tokens))
+    return cache, tokens
+
+
+def bench_a_lookup(benchmark):
+    blocks = 250
+    cache, tokens = published(blocks)
     with at_level("cheap"):
         found = benchmark(lambda: _taken(cache, tokens))
     assert len(found) == blocks - 1
@@ -111,3 +123,38 @@ def _taken(cache: PrefixCache, tokens: tuple[int, ...]) -> list[int]:
     prefix = Prefix("")
     cache.match(prefix, tokens)
     return cache.take(prefix, tokens)
+
+
+def lookup_us(blocks: int, rounds: int = 50) -> float:
+    """Microseconds a block of finding a prompt whole, and of finding that nothing of it was given up since."""
+    cache, tokens = published(blocks)
+    start = time.process_time()
+    for _ in range(rounds):
+        _taken(cache, tokens)
+    return 1e6 * (time.process_time() - start) / rounds / blocks
+
+
+def pools(rounds: int) -> dict[str, float]:
+    """Processor seconds for sixteen requests of the real model, in each pool: the median of some rounds in turn."""
+    sizes = {"max_batch_size": 16, "block_size": 16, "max_model_len": 900, "kernels": True, "half_weights": True}
+    arms = {"roomy": (900, False), "tight": (60, False), "tight, room to grow": (60, True)}
+    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    params = SamplingParams(120, temperature=0.0, ignore_eos=True)
+    requests = [Request(ids(60 + i, i), params, f"r{i}") for i in range(16)]
+    engines = {
+        arm: Engine.build(*model_of(MODEL), **sizes, num_blocks=blocks, reserve_growth=reserve, threads=1)
+        for arm, (blocks, reserve) in arms.items()
+    }
+    for _ in range(rounds):
+        for arm, engine in engines.items():
+            start = time.process_time()
+            engine.generate(requests)
+            times[arm].append(time.process_time() - start)
+    return {arm: median(taken) for arm, taken in times.items()}
+
+
+if __name__ == "__main__":
+    with at_level("cheap"):
+        for blocks in (16, 250):
+            print(f"look-up of {blocks} blocks: {lookup_us(blocks):.2f} us a block", flush=True)
+        print(pools(rounds=3))

@@ -20,6 +20,7 @@ from fast.slots import SlotTable
 from fast.warmup import lazy_captures, stall_seconds, warm_shapes, warmup_seconds, width_ceiling
 from tests.bench.bench_slots import PROMPT, ROWS, filled, run_rebuild, run_table
 from tests.bench.bench_warmup import Run
+from tests.bench.sharing import behind, shared, tight
 from tests.test_capture import toy_forward
 
 SECONDS_PER_GRAPH = 0.05
@@ -140,6 +141,9 @@ def figures() -> dict[str, Any]:
         "captures": captures(),
         "serving_list": serving_list(),
         "coverage": replay_coverage(),
+        "shared": shared(),
+        "behind": behind(),
+        "tight": tight(),
     }
 
 
@@ -172,7 +176,21 @@ def render(found: dict[str, Any]) -> str:
         lines.append(
             f"{r['rows']:>4} {r['requests']:>8} {r['gens']:>10} {r['decode_steps']:>6} {arms} {kept['cells']:>6}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_render_prompts(found)])
+
+
+def _render_prompts(found: dict[str, Any]) -> list[str]:
+    lines = ["", "prompt tokens computed, without and with the prefix cache"]
+    lines += [f"{r['trace']:>42} {r['computed']:>7,} {r['with_cache']:>7,}" for r in found["shared"]]
+    lines += ["", "step and tokens computed before the first token, 10 tokens behind 4,000"]
+    for r in found["behind"]:
+        (short, tokens), (long, all_) = r["short"], r["long"]
+        lines.append(f"  budget {r['budget']:>5,}: short at step {short} ({tokens:,}), long at step {long} ({all_:,})")
+    lines += ["", "16 requests of 60 to 75 + 120 tokens"]
+    for r in found["tight"]:
+        counts = f"{r['preemptions']:>3} preemptions {r['prefill_tokens']:>6,} tokens prefilled {r['steps']:>4} steps"
+        lines.append(f"  {r['pool']:<24} {r['blocks']:>4} blocks {counts}")
+    return lines
 
 
 if __name__ == "__main__":

@@ -100,6 +100,28 @@ def coverage() -> str:
     return table([*heads, "compact: replayed", "moves", "cells"], rows)
 
 
+def prefix() -> str:
+    """Prompt tokens that are computed with and without the prefix cache."""
+    rows = []
+    for r in figures.shared():
+        share = f"{100 * (1 - r['with_cache'] / r['computed']):.0f} %"
+        rows.append([r["trace"], r["computed"], r["with_cache"], share])
+    return table(["requests", "prompt tokens computed", "with the cache", "found"], rows)
+
+
+def chunk() -> str:
+    """When a short prompt behind a long one has its first token, by the budget of a step."""
+    rows: list[list[object]] = [[r["budget"], *r["short"], *r["long"]] for r in figures.behind()]
+    heads = ["tokens a step", "short: step", "computed before", "long: step", "computed before"]
+    return table(heads, rows)
+
+
+def preemptions() -> str:
+    """What a pool that is too small costs, and what a watermark leaves of it."""
+    rows: list[list[object]] = [[*r.values()] for r in figures.tight()]
+    return table(["pool", "blocks", "preemptions", "tokens prefilled", "steps"], rows)
+
+
 def shown_steps(reader: runs.TraceReader, *wanted: int) -> str:
     """Some steps of a trace as `nanoserve trace show` prints them."""
     pool = reader.header["engine"]["pool"]["num_blocks"]
@@ -114,6 +136,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "warm_list.md": warm_list,
     "budgets.md": budgets,
     "coverage.md": coverage,
+    "prefix.md": prefix,
+    "chunk.md": chunk,
+    "preemptions.md": preemptions,
     "cli.coverage.txt": partial(
         command,
         "nanoserve coverage --rows 8 --requests 16 --gens 4,8,16,32 --prompt-tokens 4 --no-compact-rows",
