@@ -216,6 +216,15 @@ def test_the_room_that_is_kept_is_for_the_newcomer_too(answer: int, admitted: in
     assert len(step(scheduler).admitted) == admitted, "three blocks are free, and a prompt of three"
 
 
+def test_the_budget_is_shared_in_the_order_of_the_line_and_not_of_the_rows():
+    scheduler = make(rows=2, blocks=40, chunk_tokens=4)
+    for arrival, (prompt, priority) in enumerate(((20, 0), (30, -1))):
+        scheduler.add(sequence(arrival, prompt, 2, priority=priority))
+        output = step(scheduler)
+    # The first in line is the longer and sits in the second row: it has one half, the shorter the other.
+    assert [(chunk.row, chunk.count) for chunk in output.chunks] == [(1, 2), (0, 2)]
+
+
 def test_no_block_is_left_for_a_last_token_that_is_never_stored():
     scheduler = make(rows=2, blocks=2, reserve_growth=True)
     for arrival in range(2):
