@@ -234,6 +234,13 @@ def test_a_found_block_that_nobody_held_is_not_counted_as_room_too(reserve_growt
     assert engine.stats()["preemptions"] == 0
 
 
+def test_one_block_behind_two_beginnings_is_found_behind_each():
+    cache = blank()
+    for first in (1, 3):
+        _, blocks = published(cache, [first, 2, 5, 6])
+        assert find(cache, [first, 2, 5, 6, 7]) == blocks
+
+
 def test_each_salt_has_blocks_of_its_own():
     cache = blank()
     blocks = {salt: published(cache, [1, 2, 3, 4], salt)[1] for salt in ("", "s")}
