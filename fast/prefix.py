@@ -172,7 +172,12 @@ class PrefixCache:
             parent = entries[-1] if entries else None
             held = self._entries.get(names[index])
             if held is None:
-                check_published_computed(stop=(index + 1) * self.block_size, computed=computed)
+                check_published_computed(
+                    stop=(index + 1) * self.block_size,
+                    computed=computed,
+                    before=tokens[max(0, index - 1) * self.block_size : index * self.block_size],
+                    parent=() if parent is None else parent.token_ids,
+                )
                 held = self._add(names[index], blocks[index], parent, prefix, tokens, index)
             elif not self._same(held, parent, prefix, tokens, index):
                 break  # the name is another prefix's; this one stays private

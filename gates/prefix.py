@@ -47,9 +47,16 @@ def check_last_recomputed(*, cached: int, tokens: int) -> None:
 
 
 @gate("prefix.published", at=CHEAP)
-def check_published_computed(*, stop: int, computed: int) -> None:
-    """A block that is published has its K/V: all of its tokens, up to `stop`, are computed."""
+def check_published_computed(
+    *, stop: int, computed: int, before: Sequence[int] = (), parent: Sequence[int] = ()
+) -> None:
+    """A block that is published has its K/V: its tokens, up to `stop`, are computed, behind the block it is linked to.
+
+    `before` are the sequence's own tokens of the block before it, `parent` those that the published one there holds.
+    """
     require(stop <= computed, f"a block of tokens up to {stop} is published, {computed} are computed")
+    fact = f"a block of tokens up to {stop} is published behind {list(parent)}, it was computed behind {list(before)}"
+    require(tuple(before) == tuple(parent), fact)
 
 
 @gate("prefix.private", at=CHEAP)

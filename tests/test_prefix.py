@@ -234,6 +234,13 @@ def test_a_found_block_that_nobody_held_is_not_counted_as_room_too(reserve_growt
     assert engine.stats()["preemptions"] == 0
 
 
+def test_nothing_is_published_behind_a_block_whose_name_another_prefix_has():
+    cache = blank(name_of=lambda parent, token_ids, salt: token_ids[1])
+    _, blocks = published(cache, [1, 2])
+    published(cache, [5, 2, 7, 8])
+    assert find(cache, [1, 2, 7, 8, 9]) == blocks, "7 and 8 were computed behind 5 and 2"
+
+
 def test_one_block_behind_two_beginnings_is_found_behind_each():
     cache = blank()
     for first in (1, 3):
@@ -414,6 +421,15 @@ def test_gate_rejects_a_block_published_before_it_is_computed():
     check_published_computed(stop=8, computed=8)
     with pytest.raises(GateError, match="a block of tokens up to 8 is published, 7 are computed"):
         check_published_computed(stop=8, computed=7)
+
+
+def test_gate_rejects_a_block_published_behind_a_prefix_that_is_not_its_own(monkeypatch: pytest.MonkeyPatch):
+    cache = blank(name_of=lambda parent, token_ids, salt: token_ids[1])
+    published(cache, [1, 2])
+    # The fault, for the writer alone: whoever has the name is taken for the same.
+    monkeypatch.setattr(PrefixCache, "_same", lambda *_: True)
+    with pytest.raises(GateError, match=r"up to 4 is published behind \[1, 2\], it was computed behind \[5, 2\]"):
+        published(cache, [5, 2, 7, 8])
 
 
 def test_gate_rejects_a_write_into_a_block_that_others_read(monkeypatch: pytest.MonkeyPatch):
