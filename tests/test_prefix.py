@@ -234,6 +234,21 @@ def test_a_found_block_that_nobody_held_is_not_counted_as_room_too(reserve_growt
     assert engine.stats()["preemptions"] == 0
 
 
+def test_a_prompt_waits_for_whoever_computes_its_next_block_and_for_nobody_who_computes_another():
+    cache = blank(blocks=9)
+    first = [1, 2, 3, 4, 5, 6, 7]
+    inside, behind = Prefix(""), cache.allocator.allocate(3)
+    cache.publish(inside, first, behind, computed=3)  # in its second block
+    parts, equal = Prefix(""), Prefix("")
+    for prefix in (parts, equal):
+        cache.match(prefix, [1, 2, 9])
+        cache.take(prefix, [1, 2, 9])
+    rows = [(inside, first, 3), (parts, [1, 2, 9, 9, 5, 6, 7], 2), (equal, first, 2), (None, first, 2)]
+    assert cache.leaders(rows) == [0, 1, 0, 3]
+    last = [*first[:5]]  # its third block is not full, so the second is the last that another can compute for it
+    assert cache.leaders([rows[0], (equal, last[:4], 2), (equal, last, 2)]) == [0, 1, 0]
+
+
 def test_nothing_is_published_behind_a_block_whose_name_another_prefix_has():
     cache = blank(name_of=lambda parent, token_ids, salt: token_ids[1])
     _, blocks = published(cache, [1, 2])
