@@ -6,7 +6,7 @@ nothing from the device's allocator. Products are the library's, or, when `invar
 each other; then a request's logits keep their bits under every schedule. The same source runs on a CPU under
 `TRITON_INTERPRET=1`. It knows slots and positions, and neither rows nor requests.
 
-Gates: gates.gpu. Proof: tests/test_gpu.py. Story: kernels.
+Gates: gates.gpu. Proof: tests/test_gpu.py. Story: gpu.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fast.cache import BatchedPagedKVCache
 from fast.device_sampling import DRAWN_BYTES, DRAWN_ROWS
+from fast.gpu_tasks import TASK_FIELDS, checked_tasks
 from fast.inputs import DecodeInputs
 from fast.model import Chunk, OnLogits, PlainLinear, slices
 from fast.model import _fuse as fuse
@@ -227,7 +228,7 @@ class GPUForward:
 
     def _prefill_part(self, part: Sequence[Piece], cache: BatchedPagedKVCache, logits: Tensor) -> Buffers:
         """A part's tokens through all layers, which it returns; logits [C, V] of those chunks that end in it."""
-        from fast.kernels.gpu.prefill import TASK_FIELDS, paged_prefill, plan_tasks, query_tile
+        from fast.kernels.gpu.prefill import paged_prefill, query_tile
 
         config, dims = self.config, [stop - start for _, _, start, stop in part]
         tile = query_tile(self.dtype, invariant=self.invariant)
@@ -237,7 +238,7 @@ class GPUForward:
         writes = np.concatenate([table[-count:] for table, count in zip(tables, dims, strict=True)])
         bases = np.cumsum([0, *(len(table) for table in tables)])[:-1]
         runs = [(c.start + start, n, int(at)) for (_, c, start, _), n, at in zip(part, dims, bases, strict=True)]
-        tasks = plan_tasks(runs, group=config.num_heads // config.num_kv_heads, tile=tile)
+        tasks = checked_tasks(runs, group=config.num_heads // config.num_kv_heads, tile=tile)
         after = np.cumsum(dims)
         ends = [(i, n - 1) for (i, c, _, stop), n in zip(part, after, strict=True) if stop == len(c.token_ids)]
         last = np.array(ends, np.int64).reshape(-1, 2).T

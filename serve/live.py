@@ -5,7 +5,7 @@ encoded once and offered to every viewer. A frame holds the whole picture, so a 
 and nothing else: its buffer is a few frames long, and neither the engine nor another viewer waits for it. Without
 viewers the engine records nothing. It knows request ids, never a prompt or an answer.
 
-Proof: tests/test_live.py. Story: trace.
+Gates: gates.live. Proof: tests/test_live.py. Story: live.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+from gates.live import check_viewers_bounded
 from gates.trace import MIXED
 from serve.errors import ApiError
 from serve.events import sse
@@ -139,6 +140,12 @@ class LiveSteps:
             self._ticker = asyncio.create_task(self._tick())
         return EventStream(viewer.frames(), on_end=lambda: self._leave(viewer), keep_alive_s=self._keep_alive_s)
 
+    def offer(self, frame: bytes) -> None:
+        """A frame to every viewer; none of them is waited for."""
+        for viewer in self._viewers:
+            viewer.offer(frame)
+        check_viewers_bounded(waiting=(viewer.waiting for viewer in self._viewers), most=VIEWER_FRAMES)
+
     def _leave(self, viewer: Viewer) -> None:
         self._viewers.discard(viewer)
         if not self._viewers and self._ticker is not None:
@@ -147,15 +154,15 @@ class LiveSteps:
             self._loop.watch(None)
 
     async def _tick(self) -> None:
-        """Offer a frame whenever something changed; when the server stops, end every stream."""
-        while self._loop.status == "ok":
-            await asyncio.sleep(FRAME_SECONDS)
-            if self._picture.changed:
-                data = self._encoded()
-                for viewer in self._viewers:
-                    viewer.offer(data)
-        for viewer in self._viewers:
-            viewer.end()
+        """Offer a frame whenever something changed; when the server stops, or a gate speaks, end every stream."""
+        try:
+            while self._loop.status == "ok":
+                await asyncio.sleep(FRAME_SECONDS)
+                if self._picture.changed:
+                    self.offer(self._encoded())
+        finally:
+            for viewer in self._viewers:
+                viewer.end()
 
     def _encoded(self) -> bytes:
         return sse(to_json(self._picture.frame(self._loop.stats)))
@@ -169,6 +176,11 @@ class Viewer:
         self._arrival = asyncio.Event()
         self._ended = False
         self.skipped = 0
+
+    @property
+    def waiting(self) -> int:
+        """Frames offered and not yet sent."""
+        return len(self._waiting)
 
     def offer(self, frame: bytes) -> None:
         """Take a frame, or count it when the viewer is that far behind."""

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fast.gpu_tasks import plan_tasks
 from fast.kernels.gpu.attend import split_tokens
 from fast.kernels.gpu.decode import Partials, naive_paged_decode, paged_decode
-from fast.kernels.gpu.prefill import INVARIANT_TILE, LARGE_TILE, naive_paged_prefill, paged_prefill, plan_tasks
+from fast.kernels.gpu.prefill import INVARIANT_TILE, LARGE_TILE, naive_paged_prefill, paged_prefill
 from tests.gpu_mode import BOUND, DEVICE, MARKS, error
 
 pytestmark = MARKS

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from fast.engine import Engine
+from gates import GateError
+from gates.live import check_viewers_bounded
 from reference.request import Event, Request, SamplingParams
-from serve.live import MAX_VIEWERS, VIEWER_FRAMES, Picture, Viewer
+from serve.live import MAX_VIEWERS, VIEWER_FRAMES, LiveSteps, Picture, Viewer
 from serve.trace import attach_trace
 from serve.trace_read import TraceReader
 from tests.harness import TINY, tiny_engine
@@ -187,6 +189,25 @@ def test_a_viewer_that_never_reads_holds_up_no_request():
 
 
 # ---- rejects ----------------------------------------------------------------------------------------------------
+
+
+class Hoarder(Viewer):
+    """A viewer for whom every frame is kept."""
+
+    def offer(self, frame: bytes) -> None:
+        self._waiting.append(frame)
+        self._arrival.set()
+
+
+def test_gate_rejects_a_viewer_whose_frames_wait_without_bound():
+    live = LiveSteps(None, boot={})  # type: ignore[arg-type]
+    live._viewers |= {Hoarder()}
+    for number in range(VIEWER_FRAMES):
+        live.offer(b"%d" % number)
+    with pytest.raises(GateError, match=r"live\.viewers_bounded: 5 frames wait for viewer 0, at most 4 are kept"):
+        live.offer(b"one more")
+    with pytest.raises(GateError, match="5 frames wait for viewer 1"):
+        check_viewers_bounded(waiting=(4, 5), most=VIEWER_FRAMES)
 
 
 def test_an_engine_without_records_says_so():

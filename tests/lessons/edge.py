@@ -1,4 +1,4 @@
-"""Exercises of days 18 to 32: what a step computes, how it is judged, and the server around it. Some ask for a gate."""
+"""Exercises of days 18 to 34: what a step computes, how it is judged, and the server around it. Some ask for a gate."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from fast.attention import decode_attention
 from fast.chunk import share_budget
+from fast.gpu_tasks import checked_tasks, plan_tasks
 from fast.kernels.linear import from_strips, to_strips
 from fast.linear import RowTable
 from fast.prefix import PrefixCache
@@ -24,10 +25,12 @@ from reference.stops import StopMatcher
 from reference.tokenizer import ByteTokenizer
 from serve.errors import ApiError
 from serve.guide import Guides, choice_spec
+from serve.live import Picture
 from serve.loop import EngineLoop
 from serve.timeline import Timeline
 from serve.tools import CallParser, ToolUse, _withheld
 from serve.trace_show import pool_bar
+from tests.harness import tiny_engine
 from tests.lessons.lesson import Lesson
 from tests.museum import scenes
 from tests.museum.scenes import OtherTokens
@@ -144,6 +147,27 @@ def pieces_of_calls() -> None:
         parser = CallParser(ToolUse("hermes", frozenset({"f"})))
         said = parser.push(answer[:cut]) + parser.push(answer[cut:]) + parser.finish()
         expect((said, len(parser.calls)), ("Well.", 1), f"text and calls, cut at {cut}")
+
+
+def picture_is_true() -> None:
+    """Rows of several lengths, and the picture's blocks beside the engine's own tables after each step."""
+    engine = tiny_engine(max_batch_size=3, num_blocks=16, max_model_len=32, block_size=4)
+    picture = Picture(num_blocks=16)
+    engine.watch_steps(picture.add)
+    for index, answer in enumerate((9, 4, 7)):
+        engine.submit(runs.asked(f"r{index}", 5, answer))
+    while engine.has_work:
+        engine.step()
+        held = {row: tuple(engine.cache.tables[row].blocks) for row in engine.scheduler.running}
+        expect(picture.frame(engine.stats())["blocks"], held, "what the picture shows of rows and blocks")
+
+
+def tiles() -> None:
+    """Chunks at several places, with heads that share a tile and heads that fill it."""
+    chunks = [(4, 9, 0), (0, 1, 13), (7, 5, 14)]
+    for group, tile, wanted in ((3, 16, 4), (1, 64, 3), (16, 16, 15)):
+        tasks = checked_tasks(chunks, group=group, tile=tile)
+        expect(len(tasks), wanted, f"the number of tasks, {group} heads of a token in a tile of {tile} rows,")
 
 
 LESSONS = (
@@ -311,5 +335,31 @@ LESSONS = (
         pieces_of_calls,
         "tools.stream_is_whole",
         draft="return 0",
+    ),
+    Lesson(
+        33,
+        "the live picture",
+        Picture.add,
+        "Fold a step's record into the picture that viewers are shown.",
+        "a record holds the rows whose blocks changed. Where are the others?",
+        picture_is_true,
+        "lockstep",
+        cut=("{**self._blocks, **record.blocks}", "dict(record.blocks)"),
+    ),
+    Lesson(
+        34,
+        "a GPU",
+        plan_tasks,
+        "Cut a prefill's chunks into the tasks of a GPU kernel, as few as can be, each within one tile and one chunk.",
+        "a tile has `tile` rows, and each token takes `group` of them. Even then a tile holds a token.",
+        tiles,
+        "gpu.tasks_cover",
+        draft="""
+            tasks, flat = [], 0
+            for start, tokens, base in chunks:
+                tasks.append((flat, tokens, start, base))
+                flat += tokens
+            return np.array(tasks, np.int64).reshape(-1, TASK_FIELDS)
+        """,
     ),
 )

@@ -18,6 +18,7 @@ import torch
 from fast.chunk import share_budget
 from fast.compiled import CompiledDecode
 from fast.engine import Engine
+from fast.gpu_tasks import plan_tasks
 from fast.kernels.forward import KernelForward
 from fast.linear import fp32_linear
 from fast.record import StepRecorder
@@ -32,6 +33,7 @@ from reference.model import LlamaModel
 from reference.request import Event, Request, SamplingParams
 from reference.tokenizer import ByteTokenizer, IncrementalDecoder
 from serve.answer import Answer
+from serve.live import Viewer
 from serve.loop import EngineLoop
 from serve.metrics import Metrics
 from serve.tools import _withheld
@@ -231,6 +233,18 @@ OWN |= {
         (Edit(_withheld, "range(min(len(OPEN) - 1, len(text)), 0, -1)", "(1,)"),),
         workloads.call_in_two_pieces,
         "Without gates a streaming client reads `<tool_call>` as text and gets no call, where the whole reply has one",
+    ),
+}
+OWN |= {
+    "live": Fault(
+        (Edit(Viewer.offer, "if len(self._waiting) >= VIEWER_FRAMES:", "if self._ended:"),),
+        workloads.frames_for_a_sleeper,
+        "Without gates the picture is whole for everybody, and a tab that sleeps a night keeps half a million frames",
+    ),
+    "gpu": Fault(
+        (Edit(plan_tasks, "min(most, tokens - i), start + i, base)", "min(most, tokens - i), start, base)"),),
+        workloads.tiled_prefill,
+        "Without gates the kernel runs, each tile but a chunk's first sees too few keys, and the answer is fluent",
     ),
 }
 FROM_THE_MUSEUM = {

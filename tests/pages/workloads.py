@@ -1,4 +1,4 @@
-"""The workloads behind the faults of days 16 to 32: each passes on the sound source, and is stopped by one edit of it.
+"""The workloads behind the faults of days 16 to 34: each passes on the sound source, and is stopped by one edit of it.
 
 Each says what it runs. They are small, seeded, and depend on no clock: what stops one says the same on every machine.
 """
@@ -15,6 +15,7 @@ import torch
 
 from fast.coverage import coverage
 from fast.engine import Engine
+from fast.gpu_tasks import checked_tasks
 from fast.linear import PackedLinears
 from fast.recheck import Recheck
 from gates.core import GateError
@@ -23,6 +24,7 @@ from reference.tokenizer import ByteTokenizer
 from reference.weights import random_weights
 from serve.errors import ApiError
 from serve.guide import Guides, GuideSpec
+from serve.live import LiveSteps, Viewer
 from serve.loop import EngineLoop
 from serve.metrics import Metrics
 from serve.timeline import Timeline
@@ -167,6 +169,19 @@ def call_in_two_pieces() -> None:
     parser.push("Let me see. <tool_")
     parser.push('call>{"name": "weather", "arguments": {}}</tool_call>')
     parser.finish()
+
+
+def frames_for_a_sleeper() -> None:
+    """One viewer that reads nothing, and a frame for each of eight steps."""
+    live = LiveSteps(None, boot={})  # type: ignore[arg-type]
+    live._viewers |= {Viewer()}
+    for number in range(8):
+        live.offer(b"%d" % number)
+
+
+def tiled_prefill() -> None:
+    """Two chunks, the second behind a prefix of twelve tokens, in tiles of five tokens."""
+    checked_tasks([(0, 9, 0), (12, 7, 9)], group=3, tile=16)
 
 
 @contextmanager

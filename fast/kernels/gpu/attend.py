@@ -8,7 +8,7 @@ position alone. Keys past `end` are never addressed. Offsets are 64-bit from the
 
 Sources: Milakov and Gimelshein 2018 (online softmax); Dao et al. 2023 (flash-decoding); Kwon et al. 2023 (paging).
 
-Proof: tests/test_gpu_attention.py. Story: attention.
+Proof: tests/test_gpu_attention.py. Story: gpu.
 """
 
 # Triton compiles these by what they are called with; shapes are in the docstrings.

@@ -5,7 +5,7 @@ row has more splits than programs, a program takes every so manyth. Each split's
 combines a row's splits in order. So a row's bits depend on its own length alone: not on the batch, the width of the
 table or the number of programs. A row of length 0 reads nothing and gets zeros.
 
-Proof: tests/test_gpu_attention.py. Story: attention.
+Proof: tests/test_gpu_attention.py. Story: gpu.
 """
 
 # Triton compiles these by what they are called with; shapes are in the docstrings.

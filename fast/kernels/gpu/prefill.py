@@ -5,7 +5,7 @@ through the chunk's table, split by split from position 0, as a decode reads the
 sequence. With tiles of one matrix instruction (`INVARIANT_TILE`) a query's bits are those that a decode of the same
 length gives; larger tiles read K/V fewer times.
 
-Proof: tests/test_gpu_attention.py. Story: attention.
+Proof: tests/test_gpu_attention.py. Story: gpu.
 """
 
 # Triton compiles these by what they are called with; shapes are in the docstrings.
@@ -13,21 +13,17 @@ Proof: tests/test_gpu_attention.py. Story: attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fast.kernels.gpu import power_of_two
 from fast.kernels.gpu.attend import ATTENTION_OPTIONS, LOG2_E, SMALLEST_TILE, attend_split, combine, constants
 
 INVARIANT_TILE, LARGE_TILE = SMALLEST_TILE, 64  # rows of a query tile: tokens times heads of a group
-TASK_FIELDS = 4
 
 
 def query_tile(dtype: torch.dtype, *, invariant: bool) -> int:
@@ -40,25 +36,12 @@ def options(tile: int) -> dict[str, Any]:
     return ATTENTION_OPTIONS if tile == INVARIANT_TILE else ATTENTION_OPTIONS | {"num_warps": 8}
 
 
-def plan_tasks(chunks: Sequence[tuple[int, int, int]], *, group: int, tile: int) -> NDArray[np.int64]:  # [N, 4]
-    """Tasks of chunks (position of the first token, tokens, where its table begins), in order.
-
-    A task is (first token in the flat list, tokens, position of the first, where its table begins).
-    """
-    most = max(1, tile // group)
-    tasks, flat = [], 0
-    for start, tokens, base in chunks:
-        tasks += [(flat + i, min(most, tokens - i), start + i, base) for i in range(0, tokens, most)]
-        flat += tokens
-    return np.array(tasks, np.int64).reshape(-1, TASK_FIELDS)
-
-
 def paged_prefill(
     q: Tensor,  # [T, H, D], contiguous: the tokens of all chunks, flat
     k_pool: Tensor,  # [slots, K, D], contiguous
     v_pool: Tensor,  # [slots, K, D], contiguous
     table: Tensor,  # [any] int64: every chunk's slots, or blocks, one chunk after another
-    tasks: Tensor,  # [N, 4] int64, of `plan_tasks` with the same group and tile
+    tasks: Tensor,  # [N, 4] int64, of `fast.gpu_tasks` with the same group and tile
     out: Tensor,  # [T, H, D]
     *,
     split: int,
