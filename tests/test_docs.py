@@ -52,9 +52,9 @@ def rendered(page: Path) -> str:
 
 
 def fences(text: str, *languages: str) -> Iterator[str]:
-    """The text of every fence in one of the languages."""
+    """The text of every fence, or of every one in the languages that are named."""
     for _, language, body in FENCE.findall(text):
-        if language in languages:
+        if not languages or language in languages:
             yield body
 
 
@@ -90,6 +90,7 @@ def test_there_is_no_block_that_nobody_makes_or_shows():
 def test_a_page_holds_nothing_that_is_missing(page: Path):
     text = rendered(page)
     assert not re.findall(r"^\[\[[a-z].*", text, re.M), "a word of tests/pages/markup.py is misspelt"
+    assert not [body for body in fences(text) if '<p class="region">' in body], "a word stands inside a fence"
     # Code is included by name; what a page writes itself is a command, an output or a session that is run.
     assert not list(fences(page.read_text("utf-8"), "python", "py")), f"{name_of(page)} holds pasted code"
 

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from reference.request import SEED_RANGE
 from tests.museum.catalogue import ROOMS
 from tests.museum.exhibit import HARMLESS, LOCKSTEP, Edit
 from tests.pages.regions import ROOT, find, modules, parsed
@@ -28,6 +29,44 @@ SAID = {  # handlers whose docstring is their route
     "detokenize": "the text of token ids",
     "model": "that model, with its `max_model_len`; 404 for any other",
     "version": "the version that serves",
+}
+MEANS = {  # a field of a body, in words; a field without them fails the build
+    "model": "the name that the server serves",
+    "stream": "events as the answer comes, instead of one reply",
+    "stream_options": "`include_usage`: a last chunk with the counts of tokens",
+    "max_tokens": "tokens of the answer at most",
+    "max_completion_tokens": "the newer name of `max_tokens`",
+    "temperature": "0 takes the likeliest token; 1 draws as the model says",
+    "top_p": "draw from the likeliest tokens that hold this share of the mass; above 0",
+    "top_k": "draw from the k likeliest tokens; 0 or -1 for all",
+    "min_p": "draw from tokens at least this share as likely as the likeliest",
+    "n": "answers to each prompt, each with a seed of its own",
+    "best_of": "compute so many and reply with the `n` likeliest; not with `stream`",
+    "stop": "a text, or up to four, that ends the answer and is not part of it",
+    "stop_token_ids": "token ids that end the answer, with `ignore_eos` too",
+    "seed": "the same seed and prompt give the same tokens, whatever else runs",
+    "presence_penalty": "taken once from the logit of each token of the answer",
+    "frequency_penalty": "taken from it for each time that it stands there",
+    "repetition_penalty": "divides the logit of each token of prompt and answer; 1 is off",
+    "logit_bias": "added to the logits of these token ids",
+    "min_tokens": "tokens before anything but the length may end the answer",
+    "ignore_eos": "do not end where the model would",
+    "user": "taken and not used",
+    "metadata": "taken and not used",
+    "response_format": "hold the answer to JSON, or to a schema",
+    "structured_outputs": "hold the answer to a schema, a regex, a choice or a grammar",
+    "priority": "who goes first among those that wait; lower is sooner",
+    "cache_salt": "share prefixes only with requests of the same salt",
+    "prefix_cache": "false neither looks a prompt up nor leaves it",
+    "prompt": "a text or token ids, or several of either",
+    "prompt_logprobs": "log-probabilities of the prompt's own tokens",
+    "logprobs": "log-probabilities of the chosen token; completions: and of so many others",
+    "top_logprobs": "and of so many of the likeliest",
+    "echo": "begin the answer with its prompt",
+    "messages": "the conversation, rendered by the model's own template",
+    "tools": "functions that the model may call",
+    "tool_choice": "whether it may, must, or must call a certain one",
+    "parallel_tool_calls": "false: one call at most; the answer is held to it",
 }
 NOTICED = {LOCKSTEP: "the tokens only", HARMLESS: "nothing"}
 
@@ -119,6 +158,7 @@ def cli_page() -> str:
 
 def http_page() -> str:
     """The routes, and the fields of both bodies, those refused by name among them, from the code that serves them."""
+    from serve.openapi import RANGES
     from serve.protocol import ChatBody, CompletionBody, SamplingBody
 
     lines = ["## Routes", "", "| route | what it does |", "| --- | --- |", *_routes(), ""]
@@ -129,8 +169,9 @@ def http_page() -> str:
         ("Only chat", ChatBody, set(ChatBody.model_fields) - shared),
     ):
         schema = body.model_json_schema()["properties"]
-        lines += [f"## {title}", "", "| field | type |", "| --- | --- |"]
-        lines += [f"| `{name}` | {_type(schema[name])} |" for name in body.model_fields if name in fields]
+        lines += [f"## {title}", "", "| field | type | range | what it asks for |", "| --- | --- | --- | --- |"]
+        for name in (name for name in body.model_fields if name in fields):
+            lines.append(f"| `{name}` | {_type(schema[name])} | {_range(RANGES.get(name))} | {MEANS[name]} |")
         refused = ", ".join(f"`{name}`" for name in sorted(getattr(body, "not_supported", {})))
         lines += ["", f"Known and refused by name: {refused}." if refused else "", ""]
     return "\n".join(lines)
@@ -244,6 +285,15 @@ def _argument(action: argparse.Action) -> str:
     names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar or action.dest}`"
     values = " ".join(action.choices) if action.choices else action.metavar or ("" if action.nargs == 0 else "value")
     return f"| {names} | {f'`{values}`' if values else ''} | {html.escape(action.help or '', quote=False)} |"
+
+
+def _range(bounds: tuple[float, float | None] | None) -> str:
+    if bounds is None:
+        return ""
+    if bounds == SEED_RANGE:
+        return "any int64"
+    low, high = (f"{bound:,}" if bound is not None else "" for bound in bounds)
+    return f"{low} to {high}" if high else f"from {low}"
 
 
 def _type(schema: dict[str, Any]) -> str:
