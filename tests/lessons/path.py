@@ -131,7 +131,7 @@ LESSONS = (
         "Say whether rows are exactly 0, 1, .. n-1 in this order: whether a window on the table is these rows.",
         "(1, 2) is sorted and has no holes inside, and still no window begins at row 1.",
         replays_all,
-        "warmup.arm_replayed_every_step",
+        "slots.window",
         draft="return list(rows) == sorted(rows)",
     ),
     Lesson(
