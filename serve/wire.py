@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterable
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from serve.errors import ApiError, bad_request
 
 HEAD_BYTES = 2**16  # of a request's line and headers that have not ended
+MAX_QUEUED = 8  # requests behind the one that is answered; more are not read before their turn
 HEAD_SECONDS = 30.0  # from a connection, or the first byte of its next request, to the end of the head
 
 
@@ -42,6 +45,7 @@ class Connection(HttpToolsProtocol):
         self._num_heads = 0  # begun so far
         self._head_bytes = 0  # of the one that has not ended, after the read in which it began
         self._head_timer: asyncio.TimerHandle | None = None  # None: no head is waited for
+        self._answered: RequestResponseCycle | None = None  # the first of those that are not over
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has come, and is to say what it wants."""
@@ -49,8 +53,11 @@ class Connection(HttpToolsProtocol):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has gone."""
+        """It has gone: whoever answers is told, which uvicorn tells the last request in the row alone."""
         self._end_head()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -73,6 +80,19 @@ class Connection(HttpToolsProtocol):
         """The parser saw the blank line."""
         self._end_head()
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and self.cycle is not None:
+            # No chunks, which came with HTTP/1.1: an answer without a length ends where the connection does.
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _AnyLength()
+        if not self.pipeline:
+            self._answered = self.cycle
+        elif len(self.pipeline) <= MAX_QUEUED:
+            self.flow.resume_reading()  # who does not read does not see a client leave
+
+    def on_response_complete(self) -> None:
+        """An answer is over, and the next one's turn has come."""
+        if self.pipeline:
+            self._answered = self.pipeline[-1][0]
+        super().on_response_complete()
 
     def handle_websocket_upgrade(self) -> None:
         """The parser stopped at a head that offers another protocol: the one named `ws` above goes on from there."""
@@ -106,18 +126,28 @@ class Connection(HttpToolsProtocol):
         """Answer and hang up; only hang up where the bytes would be taken for another's answer, or for an early one."""
         asked = self._num_heads > 0 or error.status == 400
         if asked and not self._is_answering():
-            response = error.response()
-            headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
-            head = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
-            self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + bytes(response.body))
+            self.transport.write(last_words(error, self.server_state.default_headers))
         self.transport.close()
 
     def _is_answering(self) -> bool:
         """True amid an answer, and before one to a request that is complete; one whose body breaks off gets none."""
-        cycle = self.cycle
+        cycle = self._answered
         if cycle is None or cycle.response_complete:
             return False
         return cycle.response_started or not cycle.more_body
+
+
+class _AnyLength(int):
+    """Of a body whose length nobody has told: uvicorn finds none too long for it, and none too short."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> _AnyLength:
+        return self
 
 
 class Unmoved(H11Protocol):
@@ -126,6 +156,53 @@ class Unmoved(H11Protocol):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.ws_protocol_class = None
+        self._head_timer: asyncio.TimerHandle | None = None  # of a head that has begun and not ended
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client has gone."""
+        self._end_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Some bytes, of one request or of several."""
+        super().data_received(data)
+        self._time_head()
+
+    def on_response_complete(self) -> None:
+        """An answer is over, and what came behind its request is looked at."""
+        super().on_response_complete()
+        self._time_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's answer to what the parser refused, which it calls while it handles the parser's exception."""
+        self._refuse(bad_request(f"request: not HTTP/1.1: {sys.exc_info()[1] or msg}", code="malformed_request"))
 
     def _unsupported_upgrade_warning(self) -> None:
         """Nothing: a client may offer it with every request."""
+
+    def _time_head(self) -> None:
+        begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+        if not begun or self.transport.is_closing():
+            self._end_head()
+        elif self._head_timer is None:
+            late = ApiError(408, f"headers: not complete after {HEAD_SECONDS:g} seconds", code="headers_timeout")
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._refuse, late)
+
+    def _end_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self._head_timer = None
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer where nothing has been, and hang up."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(last_words(error, self.server_state.default_headers))
+        self.transport.close()
+
+
+def last_words(error: ApiError, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The answer that ends a connection."""
+    response = error.response()
+    headers = [*default_headers, *response.raw_headers, (b"connection", b"close")]
+    head = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+    return STATUS_LINE[error.status] + head + b"\r\n" + bytes(response.body)

@@ -42,6 +42,11 @@ def read_until(client: socket.socket, wanted: bytes) -> None:
         answer += more
 
 
+def long_request(*, stream: bool) -> bytes:
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 200, "stream": stream}).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+
+
 def error_of(answer: bytes, status: bytes) -> dict[str, str]:
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 " + status)
@@ -69,6 +74,30 @@ def test_an_offer_to_go_on_in_another_protocol_is_not_taken_up(served: Served, o
 def test_requests_in_a_row_are_answered_in_order(served: Served):
     answer = said(served, [POST + b"\r\n" + BODY + NEXT])
     assert answer.index(b'"text":"ab"') < answer.index(b'{"version":')
+
+
+def test_an_answer_to_http_1_0_has_no_chunks_and_ends_with_the_connection(served: Served):
+    body = BODY[:-1] + b', "stream": true}'
+    head = b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body)
+    for request, end in [(head + body, b"data: [DONE]\n\n"), (b"GET /version HTTP/1.0\r\n\r\n", b'"}')]:
+        answer = said(served, [request])
+        assert answer.startswith(b"HTTP/1.1 200 OK")
+        assert b"transfer-encoding" not in answer.lower()
+        assert b"connection: close" in answer
+        assert answer.endswith(end)
+
+
+def test_who_leaves_with_more_in_the_row_is_heard():
+    engine = ScriptedEngine(paused=True)  # what is not aborted never ends
+    with serving(engine) as served:
+        for stream in (True, False):
+            for behind in (NEXT, POST + b"\r\n" + BODY[:-1]):
+                with socket.create_connection(("127.0.0.1", served.port), timeout=DEADLINE_S) as client:
+                    client.sendall(long_request(stream=stream))
+                    eventually(lambda: len(engine.waiting) == 1)
+                    client.sendall(behind)
+                    assert served.http.get("/version").status_code == 200  # by now it has been read
+                eventually(served.is_idle)
 
 
 # ---- rejects ----------------------------------------------------------------------------------------------------
@@ -112,11 +141,27 @@ def test_a_head_that_takes_too_long_is_refused_and_silence_is_cut_off(monkeypatc
         assert served.post(prompt="x").status_code == 200
 
 
-def test_garbage_behind_a_request_does_not_get_into_its_answer():
+@pytest.mark.parametrize(
+    "garbage", [b"\x00garbage\r\n\r\n", b"POST /x HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"]
+)
+def test_garbage_behind_a_request_does_not_get_into_its_answer(garbage: bytes):
     with serving(ScriptedEngine(step_s=0.01)) as served:
-        body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 200, "stream": True}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
-        answer = said(served, [head + body, b"\x00garbage\r\n\r\n"])
+        answer = said(served, [long_request(stream=True), garbage])
         assert answer.startswith(b"HTTP/1.1 200 OK")
         assert b"malformed" not in answer
         eventually(served.is_idle)
+
+
+def test_a_connection_that_was_handed_over_keeps_its_bounds_and_its_envelope(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    offer = b"GET /version HTTP/1.1\r\nhost: x\r\n" + H2C + b"\r\n"
+    for behind, status in [(b"\x00garbage\r\n\r\n", b"400"), (b"GET /v", b"408")]:
+        if status == b"408":
+            monkeypatch.setattr("serve.wire.HEAD_SECONDS", 0.05)
+        first, _, last = said(served, [offer, behind]).partition(b'"}')
+        assert first.startswith(b"HTTP/1.1 200 OK")
+        assert error_of(last, status)["type"] == "invalid_request_error"
+    bad = b"GET /version HTTP/1.1\r\n" + H2C + b"\r\n"  # without a host, which this parser asks for
+    assert error_of(said(served, [bad + NEXT]), b"400")["code"] == "malformed_request"
+    assert "Traceback" not in caplog.text
