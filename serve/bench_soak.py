@@ -23,9 +23,9 @@ from typing import Any
 from serve.client import answered, fetch, parts_of, stream
 from serve.launch import launched
 
-# Rows are few, the pool holds about three long answers, and the queue is short: everybody is in everybody's way.
+# Rows are few, the pool holds two long answers, and the queue is short: everybody is in everybody's way.
 TIGHT = ("--max-batch-size", "8", "--max-model-len", "128", "--max-open", "24", "--kv-cache-memory")
-TIGHT_POOL = {"tiny-random": "192KiB"}
+TIGHT_POOL = {"tiny-random": "128KiB"}
 MIB = 2**20
 MAX_GROWTH = 48 * MIB  # of resident memory, from a third of the way to the end
 SETTLE_SECONDS = 20.0
