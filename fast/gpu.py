@@ -11,7 +11,6 @@ Gates: gates.gpu. Proof: tests/test_gpu.py. Story: gpu.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -24,16 +23,14 @@ from fast.cache import BatchedPagedKVCache
 from fast.device_sampling import DRAWN_BYTES, DRAWN_ROWS
 from fast.gpu_tasks import TASK_FIELDS, checked_tasks
 from fast.inputs import DecodeInputs
-from fast.model import Chunk, OnLogits, PlainLinear, slices
-from fast.model import _fuse as fuse
-from fast.model import _rope_tables as rope_tables
+from fast.model import Chunk, Fused, OnLogits, PlainLinear, rope_tables, slices, weight_bytes
 from fast.plan import DecodePlan
 from fast.slots import stage
 from fast.warmup import warmup_plan
 from gates.capture import check_pool_budget
 from gates.gpu import check_allocator_at_rest, check_nothing_compiled
 from reference.config import ModelConfig
-from reference.weights import ModelWeights, model_shapes
+from reference.weights import ModelWeights
 
 if TYPE_CHECKING:
     from fast.kernels.gpu.decode import Partials
@@ -116,12 +113,9 @@ class GPUForward:
 
         self.config, self.dtype, self.device, self.invariant = config, dtype, torch.device(device), invariant
         self.scale = config.head_dim**-0.5
-        self.weight_bytes = sum(math.prod(shape) for shape in model_shapes(config).values()) * dtype.itemsize
-        self.embedding = weights.embedding.to(device, dtype)
-        self.layers = [fuse(layer, dtype, self.device, PlainLinear) for layer in weights.layers]
-        self.final_norm = weights.final_norm.to(device, dtype)
-        tied = weights.lm_head is weights.embedding
-        self.lm_head = PlainLinear(self.embedding if tied else weights.lm_head.to(device, dtype), None)
+        self.weight_bytes = weight_bytes(config, dtype)
+        held = Fused.of(weights, dtype=dtype, device=self.device, linear=PlainLinear)
+        self.embedding, self.layers, self.final_norm, self.lm_head = held.embedding, held.layers, held.norm, held.head
         self.cos, self.sin = rope_tables(config, max_model_len, torch.float32, self.device)  # [P, D/2]
         self.max_batch_size, self.tokens = max_batch_size, max(max_batch_size, PREFILL_TOKENS)
         self._split = split_tokens(max_model_len)

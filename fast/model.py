@@ -71,6 +71,37 @@ class Layer:
     k_norm: Tensor | None  # [D]
 
 
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A model's weights in the form that a step reads, cast once."""
+
+    embedding: Tensor  # [V, M]
+    layers: list[Layer]
+    norm: Tensor  # [M]
+    head: Linear  # M -> V; the embedding itself where the two are tied
+
+    @classmethod
+    def of(
+        cls,
+        weights: ModelWeights,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear: Callable[[Tensor, Tensor | None], Linear],
+    ) -> Fused:
+        """Layer by layer, so that weights that are handed over are in memory once."""
+        embedding = weights.embedding.to(device, dtype)
+        layers = [_fuse(layer, dtype, device, linear) for layer in weights.layers]
+        norm = weights.final_norm.to(device, dtype)
+        tied = weights.lm_head is weights.embedding
+        return cls(embedding, layers, norm, linear(embedding if tied else weights.lm_head.to(device, dtype), None))
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of a model's weights in `dtype`."""
+    return sum(math.prod(shape) for shape in model_shapes(config).values()) * dtype.itemsize
+
+
 class Forward:
     """A model ready to run: weights cast once to `dtype`, RoPE tables made once for `max_positions` positions."""
 
@@ -88,13 +119,10 @@ class Forward:
         self.dtype = dtype
         self.device = torch.device(device)
         self.scale = config.head_dim**-0.5
-        self.weight_bytes = sum(math.prod(shape) for shape in model_shapes(config).values()) * dtype.itemsize
-        self.embedding = weights.embedding.to(device, dtype)
-        self.layers = [_fuse(layer, dtype, self.device, linear) for layer in weights.layers]
-        self.final_norm = weights.final_norm.to(device, dtype)
-        tied = weights.lm_head is weights.embedding
-        self.lm_head = linear(self.embedding if tied else weights.lm_head.to(device, dtype), None)
-        self.cos, self.sin = _rope_tables(config, max_positions, dtype, self.device)  # [max_positions, D/2]
+        self.weight_bytes = weight_bytes(config, dtype)
+        held = Fused.of(weights, dtype=dtype, device=self.device, linear=linear)
+        self.embedding, self.layers, self.final_norm, self.lm_head = held.embedding, held.layers, held.norm, held.head
+        self.cos, self.sin = rope_tables(config, max_positions, dtype, self.device)  # [max_positions, D/2]
 
     @torch.inference_mode()
     def prefill(
@@ -259,7 +287,7 @@ def _fuse(
     )
 
 
-def _rope_tables(
+def rope_tables(
     config: ModelConfig, max_positions: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:  # [max_positions, D/2] each
     """Cosine and sine of position times frequency (Su et al. 2021), in float32 throughout, then cast.

@@ -70,6 +70,18 @@ class Work:
         return cls(ints, floats, floats, ints, floats, floats, np.zeros(1, np.int64), ints, floats, ints, masks)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Busy:
+    """n rows with work of their own."""
+
+    rows: Rows
+    picked: Ints  # [n] their rows of the logits
+    at: Ints  # [n] their rows of the batch
+    positions: Ints  # [n]
+    forbidden: list[tuple[int, ...]]  # n: ids that may not be chosen now
+    allowed: list[Allowed | None]  # n: what their guides say
+
+
 class Chooser(Protocol):
     """What does the work of rows on behalf of `sample_rows`, with the meaning of the numpy code below."""
 
@@ -108,12 +120,12 @@ def sample_rows(
     guided = np.array([guide is not None for guide in allowed], np.bool_)
     busy = np.flatnonzero(usable & (guided | _has_work(rows, at, forbidden)))
     if busy.size:
-        own = (rows, at[busy], [forbidden[n] for n in busy], [allowed[n] for n in busy])
         places = np.asarray(positions, np.int64)[busy]
+        own = _Busy(rows, busy, at[busy], places, [forbidden[n] for n in busy], [allowed[n] for n in busy])
         if chooser is None:
-            tokens[busy], masked[busy] = _draw_here(raw, busy, *own, places)
+            tokens[busy], masked[busy] = _draw_here(raw, own)
         else:
-            tokens[busy], kept = chooser.draw(logits, _work(raw, busy, *own, places))
+            tokens[busy], kept = chooser.draw(logits, _work(raw, own))
             masked[busy] = tokens[busy] == NO_TOKEN
             if enabled(FULL):
                 _check_kept(kept[~masked[busy]], rows.top_k[at[busy][~masked[busy]]])
@@ -248,26 +260,20 @@ def _change(
         score[~guide.ids] = -np.inf
 
 
-def _work(
-    raw: NDArray[np.floating],  # [N, V]
-    picked: Ints,  # [n]
-    rows: Rows,
-    at: Ints,  # [n]
-    forbidden: list[tuple[int, ...]],
-    allowed: list[Allowed | None],
-    positions: Ints,  # [n]
-) -> Work:
-    """The work of n picked rows, whose rows of the batch are `at`, for a chooser."""
-    changes = [_changed(raw[n], rows, int(row), ids) for n, row, ids in zip(picked, at, forbidden, strict=True)]
-    masks = [guide.ids for guide in allowed if guide is not None]
-    guided = np.array([guide is not None for guide in allowed], np.bool_)
+def _work(raw: NDArray[np.floating], busy: _Busy) -> Work:  # [N, V]
+    """The work of busy rows for a chooser."""
+    rows, at = busy.rows, busy.at
+    each = zip(busy.picked, at, busy.forbidden, strict=True)
+    changes = [_changed(raw[n], rows, int(row), ids) for n, row, ids in each]
+    masks = [guide.ids for guide in busy.allowed if guide is not None]
+    guided = np.array([guide is not None for guide in busy.allowed], np.bool_)
     return Work(
-        picked=picked,
+        picked=busy.picked,
         temperature=rows.temperature[at],
         min_p=rows.min_p[at],
         top_k=rows.top_k[at],
         top_p=rows.top_p[at],
-        u=uniform(rows.seed[at], positions),
+        u=uniform(rows.seed[at], busy.positions),
         bounds=np.cumsum([0, *(ids.size for ids, _ in changes)], dtype=np.int64),
         ids=np.concatenate([ids for ids, _ in changes]),
         scores=np.concatenate([scores for _, scores in changes]),
@@ -276,22 +282,14 @@ def _work(
     )
 
 
-def _draw_here(
-    raw: NDArray[np.floating],  # [N, V]
-    picked: Ints,  # [n]
-    rows: Rows,
-    at: Ints,  # [n]
-    forbidden: list[tuple[int, ...]],
-    allowed: list[Allowed | None],
-    positions: Ints,  # [n]
-) -> tuple[Ints, NDArray[np.bool_]]:  # [n], [n]
-    """The tokens of n picked rows, whose rows of the batch are `at`, and which of them have every id masked."""
-    scores = raw[picked].astype(np.float64)
-    for score, row, ids, guide in zip(scores, at, forbidden, allowed, strict=True):
-        _change(score, rows, int(row), ids, guide)
+def _draw_here(raw: NDArray[np.floating], busy: _Busy) -> tuple[Ints, NDArray[np.bool_]]:  # [N, V] -> [n], [n]
+    """The tokens of busy rows, and which of them have every id masked."""
+    scores = raw[busy.picked].astype(np.float64)
+    for score, row, ids, guide in zip(scores, busy.at, busy.forbidden, busy.allowed, strict=True):
+        _change(score, busy.rows, int(row), ids, guide)
     masked = scores.max(axis=1) == -np.inf
     scores[masked] = 0.0
-    return _choose(scores, rows, at, positions), masked
+    return _choose(scores, busy.rows, busy.at, busy.positions), masked
 
 
 def _check_kept(kept: Ints, top_k: Ints) -> None:  # [n], [n]

@@ -21,8 +21,8 @@ from numba import njit
 from fast.kernels.kernel import kernel
 from fast.kernels.team import claim, close
 from fast.kernels.vector import LANES, add, get, lane_max, lane_sum, larger, load, splat
+from fast.sampling import NO_TOKEN
 
-NO_TOKEN = -1
 PART = 512  # numbers that are weighed at once: they stay in a core's first cache
 FEW = 256  # a top_k up to here is found by a short sorted list
 _LEAST = np.float32(-np.inf)

@@ -30,8 +30,7 @@ from fast.kernels.pool import KernelPool
 from fast.kernels.rope import rotate_and_write
 from fast.kernels.team import Team, claim, close
 from fast.kernels.vector import LANES
-from fast.model import Chunk, OnLogits, slices
-from fast.model import _rope_tables as rope_tables
+from fast.model import Chunk, OnLogits, rope_tables, slices
 from fast.plan import DecodePlan
 from fast.sampling import Work
 from reference.config import ModelConfig
