@@ -56,7 +56,7 @@ class Audit:
         # Two counts of the same thing that cannot lean on each other: K/V stored, and tokens the request holds.
         running = self._scheduler.running
         stored = [self._cache.tables[row].length for row in rows]
-        check_tokens_cached(cached_tokens=stored, known_tokens=[len(running[row].tokens) for row in rows])
+        check_tokens_cached(cached_tokens=stored, known_tokens=[running[row].num_tokens for row in rows])
         check_computed_once(
             rows=rows,
             computed=[running[row].computed for row in rows],
@@ -113,6 +113,7 @@ class Audit:
             owned[row] = {
                 "id": sequence.request.id,
                 "tokens": tuple(sequence.tokens),
+                "in_flight": sequence.in_flight,
                 "blocks": tuple(self._cache.tables[row].blocks),
                 "slots": tuple(table.slots[row, : table.length(row)].tolist()),
                 **{name: v.item() if isinstance(v, np.generic) else id(v) for name, v in columns.items()},

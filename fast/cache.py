@@ -64,6 +64,7 @@ class BatchedPagedKVCache:
         self.slot_table = SlotTable(
             max_batch_size=max_batch_size, max_model_len=self.max_model_len, device=device, gather=gather
         )
+        self.parked: list[BlockTable] = []  # of no row any more; within a step alone
         self.tenancies = 0  # rows ever adopted
         self.found_tokens = 0  # tokens that entered a row already computed
         self.kernel_pool = kernel_pool
@@ -121,7 +122,12 @@ class BatchedPagedKVCache:
     def num_tokens(self) -> int:
         """Tokens whose K/V is stored for a row; what rows share, in whole blocks, is stored once."""
         shared = self.allocator.num_references - self.allocator.num_owned
-        return sum(table.length for table in self.tables) - shared * self.block_size
+        return sum(table.length for table in self.held_tables) - shared * self.block_size
+
+    @property
+    def held_tables(self) -> list[BlockTable]:
+        """The table of every row, then those that are parked."""
+        return [*self.tables, *self.parked]
 
     @property
     def covered(self) -> list[Tensor]:  # each [num_slots, K, D], or [num_blocks, S, K, D] of a kernel pool
@@ -197,6 +203,18 @@ class BatchedPagedKVCache:
         """Forget a row's tenant and give its blocks back to the pool."""
         self.allocator.free(self.reset_row(row))
 
+    def park_row(self, row: int) -> BlockTable:
+        """Forget a row's tenant; its blocks stay its own until `free_parked`, for a step in flight writes them."""
+        self.slot_table.reset(row)
+        table, self.tables[row] = self.tables[row], BlockTable(self.block_size)
+        self.parked.append(table)
+        return table
+
+    def free_parked(self, table: BlockTable) -> None:
+        """Give the blocks of a parked table back to the pool."""
+        self.parked.remove(table)
+        self.allocator.free(table.release())
+
     def move_row(self, *, src: int, dst: int) -> None:
         """Relabel row `src` as `dst`: the tables change places, no K/V is touched.
 
@@ -226,8 +244,8 @@ class BatchedPagedKVCache:
         owned = allocator.recount_owned() if enabled(FULL) else allocator.num_owned
         check_blocks_conserved(free=allocator.num_free, owned=owned, total=allocator.num_blocks)
         if enabled(FULL):  # every block id held, so not flat in the histories: tests and traces only
-            tables = {row: table.blocks for row, table in enumerate(self.tables)}
-            published = {block for table in self.tables for block in table.blocks if allocator.is_kept(block)}
+            tables = {row: table.blocks for row, table in enumerate(self.held_tables)}
+            published = {block for table in self.held_tables for block in table.blocks if allocator.is_kept(block)}
             check_owned_once(tables=tables, num_blocks=allocator.num_blocks, shared=published)
             check_holders_counted(
                 tables=tables, holders=[allocator.holders(block) for block in range(allocator.num_blocks)]

@@ -53,3 +53,19 @@ def share_budget(pending: Sequenced[int], budget: int, urgency: Sequenced[int] =
 def unanswered(chunks: Sequenced[PlannedChunk]) -> list[PlannedChunk]:
     """Those that compute the last token of a sequence that wants no answer: it is over, and nothing is chosen."""
     return [one for one in chunks if not one.sequence.max_tokens and one.start + one.count == len(one.sequence.tokens)]
+
+
+def share_behind(pending: Sequenced[int], budget: int, behind: Sequenced[int]) -> list[int]:
+    """`share_budget` among those who wait for nobody, each as urgent as the shortest that waits for it.
+
+    `behind[i]` is the prompt that prompt i waits for, or i.
+    """
+    going = [place for place, leader in enumerate(behind) if leader == place]
+    urgency = {place: pending[place] for place in going}
+    for place, leader in enumerate(behind):
+        urgency[leader] = min(urgency[leader], pending[place])
+    counts = [0] * len(pending)
+    shares = share_budget([pending[place] for place in going], budget, list(urgency.values()))
+    for place, count in zip(going, shares, strict=True):
+        counts[place] = count
+    return counts

@@ -24,7 +24,7 @@ from fast.cache import BatchedPagedKVCache
 from fast.capture import CapturedDecode, CUDAGraphRecorder, HostRecorder, Recorder
 from fast.compiled import DEFAULT_BACKEND, CompiledDecode
 from fast.gpu import GPUForward
-from fast.inputs import DecodeInputs
+from fast.inputs import DecodeInputs, LateIds
 from fast.model import Forward
 from fast.plan import DecodePlan, plan_decode
 from fast.warmup import WarmupReport, warm_budget_bytes, warm_decode, warm_shapes, warmup_plan, width_ceiling
@@ -100,8 +100,11 @@ class DecodePath:
         self.last_plan: DecodePlan | None = None
         self._eager_before: dict[str, int] = {}  # the counts of eager steps when the last step began
 
-    def run(self, rows: Sequence[int], input_ids: Sequence[int]) -> Tensor:  # [R, V]
-        """One token for each of `rows`; line i of the logits belongs to `rows[i]`, padding is cut off."""
+    def run(self, rows: Sequence[int], input_ids: Sequence[int], late: LateIds | None = None) -> Tensor:  # [R, V]
+        """One token for each of `rows`; line i of the logits belongs to `rows[i]`, padding is cut off.
+
+        `late` are the ids that the host does not know yet; `input_ids` has any id in their places.
+        """
         plan = plan_decode(
             tables=self.cache.tables,
             slot_table=self.cache.slot_table,
@@ -111,6 +114,8 @@ class DecodePath:
             buckets=self.buckets,
             inputs=self.inputs,
         )
+        if late is not None:
+            late.put(plan.input_ids)
         self._check_before(plan)
         self.last_plan, self.skipped = plan, ""
         self.steps += 1

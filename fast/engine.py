@@ -25,16 +25,17 @@ from fast.commit import Commit
 from fast.compact import RowCompactor, RowMove
 from fast.compiled import DEFAULT_BACKEND
 from fast.decode import DEFAULT_WIDTH_MULTIPLE, DecodePath
-from fast.device_sampling import sample_on_device
+from fast.device_sampling import DeviceChoice
 from fast.forwards import Forwards
+from fast.overlap import Choice, Flight, HostChoice, Overlap, blocks_written
 from fast.pool import KVPoolPlan, plan_pool
 from fast.prefill import PrefillPath
 from fast.prefix import Prefix, PrefixCache
 from fast.recheck import Recheck
 from fast.record import Listeners, Mark, StepRecord, unheard
 from fast.rows import Rows, Sequence, random_seed
-from fast.sampling import Sampled, sample_rows
-from fast.scheduler import Scheduler
+from fast.sampling import sample_rows
+from fast.scheduler import Scheduler, SchedulerOutput
 from fast.score import scores_of
 from fast.warmup import WarmupReport
 from gates import FULL, enabled
@@ -59,6 +60,7 @@ class Engine:
         chunk_tokens: int | None = None,
         prefix_cache: bool = False,
         reserve_growth: bool = False,
+        overlap: bool = False,
         seed_source: Callable[[], int] = random_seed,
     ) -> None:
         self.config = forward.config
@@ -74,28 +76,31 @@ class Engine:
             cache,
             compactor=compactor,
             on_admit=self.rows.admit,
-            on_release=self.rows.release,
+            on_release=self._leave_row,
+            written=lambda: self.overlap.written,
             snapshot=lambda: self.audit.snapshot(),
             chunk_tokens=chunk_tokens,
             prefix=self.prefix,
             reserve_growth=reserve_growth,
         )
         self.forwards = Forwards(cache, self.scheduler, prefill=self.prefill, decode=self.decode)
-        self.commit = Commit(self.scheduler, self.rows, max_model_len=cache.max_model_len)
+        self.overlap = Overlap(on=overlap)
+        self.commit = Commit(self.scheduler, self.rows, self.overlap, max_model_len=cache.max_model_len)
         self.audit = Audit(cache, self.scheduler, self.rows, self.prefill, self.decode)
         if compactor is not None:
             compactor.on_move = self._move_row
         self.steps = 0
         self.mixed_steps = False  # a step that has both computes chunks and decoding rows in one forward
-        self.samples_on_device = forward.device.type == "cuda"  # elsewhere logits are on the host as they are
+        self.samples_on_device = overlap or forward.device.type == "cuda"  # else logits are on the host as they are
         self.fail_alone = False  # a gate that speaks of one answer ends that one, instead of the step; servers want it
         self._seed_source = seed_source
         self._open: dict[str, Sequence] = {}  # every request whose last event is still to come
         self._aborted: list[str] = []  # ended, but the next step is yet to say so
+        self._early: list[Event] = []  # of a step that an abort had to wait for; the next one says them
         self._arrivals = 0
         self.last_admitted: tuple[str, ...] = ()  # ids that got a row in the newest step, in order of arrival
         parts: dict[str, Any] = {"scheduler": self.scheduler, "cache": cache, "decode": self.decode}
-        self.listeners = Listeners(**parts, clock=time.perf_counter_ns)
+        self.listeners = Listeners(**parts, overlap=self.overlap, clock=time.perf_counter_ns)
 
     @classmethod
     def build(
@@ -121,6 +126,7 @@ class Engine:
         gather_rows: bool = False,
         prefix_cache: bool = False,
         reserve_growth: bool = False,
+        overlap: bool = False,
         width_multiple: int = DEFAULT_WIDTH_MULTIPLE,
         kernels: bool = False,
         half_weights: bool = False,
@@ -135,29 +141,28 @@ class Engine:
         """An engine over the pool that `plan_pool` makes of the sizes; every switch is separate and off.
 
         `compact_rows` moves survivors into holes, `gather_rows` reads rows where they are through a fixed buffer.
-        `kernels` computes on the CPU kernels (compiled here), whose weights and K/V are float32 unless told; `triton`
-        on the GPU's, where `invariant` takes products that know no row count. Either has one width bucket.
-        `take_weights` empties `weights`, so that the model is in memory once. `chunk_tokens` is what a step computes at
-        most (512, or a token a row); `prefix_cache` shares the K/V of prompts that begin alike. The other switches are
-        `DecodePath`'s; a captured or compiled path is to be warmed (`warm_decode`) first.
+        `kernels` computes on the CPU's, in float32 unless told, `triton` on the GPU's, where `invariant` takes products
+        that know no row count. `take_weights` empties `weights`: the model is in memory once. A step computes
+        `chunk_tokens` at most. `prefix_cache` shares K/V of prompts that begin alike; `overlap` launches a step before
+        the tokens of the one before are known. The other switches are `DecodePath`'s: see `warm_decode`.
 
         Raises:
             ValueError: a limit is out of range, the pool holds nobody, or switches contradict each other.
         """
-        rows = _row_compactor(compact_rows=compact_rows, gather_rows=gather_rows)
         sizes: dict[str, Any] = {"max_batch_size": max_batch_size, "block_size": block_size, "num_blocks": num_blocks}
         sizes |= {"kv_bytes": kv_bytes, "max_model_len": max_model_len, "kernels": kernels}
         pool_plan = plan_pool(config, element_bytes=2 if half_kv else dtype.itemsize, **sizes)
         how: dict[str, Any] = {"dtype": dtype, "device": device, "gather": gather_rows, "kernels": kernels}
         how |= {"half_weights": half_weights, "half_kv": half_kv, "threads": threads, "take_weights": take_weights}
-        how |= {"triton": triton, "invariant": invariant}
-        made = build_backend(config, weights, pool_plan, **how)
+        rows = _row_compactor(compact_rows=compact_rows, gather_rows=gather_rows)
+        made = build_backend(config, weights, pool_plan, triton=triton, invariant=invariant, **how)
         switches: dict[str, Any] = {"bucket_decode": bucket_decode, "persist_inputs": persist_inputs}
         switches |= {"capture_decode": capture_decode, "record_on_miss": record_on_miss, "recorder": recorder}
         switches |= {"compile_decode": compile_decode, "compile_backend": compile_backend}
         decode = DecodePath(*made, width_multiple=width_multiple, **switches)
         kept: dict[str, Any] = {"chunk_tokens": chunk_tokens, "prefix_cache": prefix_cache, "seed_source": seed_source}
-        return cls(*made, decode=decode, compactor=rows, pool_plan=pool_plan, reserve_growth=reserve_growth, **kept)
+        kept |= {"reserve_growth": reserve_growth, "overlap": overlap, "pool_plan": pool_plan}
+        return cls(*made, decode=decode, compactor=rows, **kept)
 
     @property
     def max_model_len(self) -> int:
@@ -203,7 +208,13 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Drop a request whatever its state: row and blocks are free at once, its event comes with the next step."""
-        if request_id in self._open and request_id not in self._aborted:
+        if request_id not in self._open or request_id in self._aborted:
+            return
+        sequence = self._open[request_id]
+        if self.overlap.flights and sequence.row is not None:
+            self.overlap.waits["abort"] += 1
+            self._early += self._land(unheard)
+        if sequence.ended_at is None:  # else it was over before it was aborted
             self.scheduler.release(self._open[request_id])
             self._aborted.append(request_id)
 
@@ -244,6 +255,7 @@ class Engine:
             "due_after": self.scheduler.due_after,
             "prefix_cache": self.prefix is not None,
             "reserve_growth": self.scheduler.reserve_growth,
+            "overlap": self.overlap.on,
             "pool": None if self.pool_plan is None else self.pool_plan.as_dict(),
             "decode": self.decode.describe(),
         }
@@ -251,12 +263,13 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Requests, K/V in tokens and blocks, and what was computed so far; always current, no step needed."""
         gauges = {
-            "running": len(self.scheduler.running),
+            "running": sum(1 for one in self.scheduler.running.values() if one.ended_at is None),
             "waiting": len(self.scheduler.waiting),
             "kv_tokens": self.cache.num_tokens,
             "kv_capacity_tokens": self.cache.num_slots,
         }
-        check_gauges(**gauges, ending=len(self._aborted), open_requests=len(self._open))
+        ending = len(self._aborted) + sum(1 for event in self._early if event.finish_reason is not None)
+        check_gauges(**gauges, ending=ending, open_requests=len(self._open))
         return gauges | {
             "free_blocks": self.cache.allocator.num_free + self.recheck.blocks_held,
             "num_blocks": self.cache.allocator.num_blocks,
@@ -268,6 +281,9 @@ class Engine:
             "prefix_hit_tokens": self.scheduler.hit_tokens,
             "prefix_blocks": 0 if self.prefix is None else len(self.prefix),
             "prefix_evictions": 0 if self.prefix is None else self.prefix.evictions,
+            "steps_ahead": self.overlap.ahead,
+            "step_waits": dict(self.overlap.waits),
+            "dropped_tokens": self.overlap.dropped,
             "moves": 0 if self.scheduler.compactor is None else self.scheduler.compactor.moves,
             **self.decode.stats(),
             "decode_tokens": self.decode.tokens + self.forwards.mixed_tokens,
@@ -286,23 +302,35 @@ class Engine:
     def _step(self, mark: Mark) -> list[Event]:
         self.steps += 1
         # 1. Say what was aborted since the last step.
-        events = [Event(request_id, None, "abort") for request_id in self._aborted]
+        events = [*self._early, *(Event(request_id, None, "abort") for request_id in self._aborted)]
+        self._early.clear()
         self._aborted.clear()
-        # 2. Who runs: grow, compact, admit.
+        # 2. Who runs: grow, compact, admit. Whoever is to lose its row needs its tokens first.
+        if self.overlap.flights:
+            self.scheduler.park()
+            if not self.scheduler.growth_fits:
+                self.overlap.waits["preemption"] += 1
+                events += self._land(mark)
         output = self.scheduler.schedule()
         self.last_admitted = tuple(sequence.request.id for sequence in output.admitted)
         self.audit.schedule(output)
         mark("schedule", output)
+        self.overlap.vacated.clear()
         # 3. Prompts compute their next chunk (those that were preempted, their answer so far), and those whose last
         #    token alone is to be computed do that.
-        parts = self.forwards.run(output, mark, mixed=self.mixed_steps)
-        self.audit.computed_twice(self.scheduler.publish(output))
+        parts = self.forwards.run(output, mark, mixed=self.mixed_steps, before=self.overlap.flight)
+        stored = [(chunk.sequence, self.cache.tables[chunk.row].length) for chunk in output.chunks]
+        self.audit.computed_twice(self.commit.publish(stored))
+        waiting = len(self.overlap.flights)
         if output.rows:
             # 4. Every row that is up to date chooses its next token; most steps have one part, which is not copied.
-            sampled = self._sample(parts[0] if len(parts) == 1 else torch.cat(parts), output.rows)
-            mark("sample")
-            # 5. Tokens join their sequences; rows and blocks of those that ended are free again.
-            events += self.commit.take(output.rows, sampled, fail_alone=self.fail_alone)
+            self._launch(output, parts[0] if len(parts) == 1 else torch.cat(parts))
+        # 5. Tokens of the step before join their sequences while this one runs, and its own unless it may stay in
+        #    flight; rows and blocks of those that ended are free again.
+        for _ in range(waiting):
+            events += self._land(mark)
+        if self.overlap.flights and not self.overlap.may_stay(self.scheduler.running.values()):
+            events += self._land(mark)
         events += self.commit.end(unanswered(output.chunks), fail_alone=self.fail_alone)
         # 6. Close what ended.
         open_before = self._open_among(events)
@@ -310,6 +338,7 @@ class Engine:
             if event.finish_reason is not None:
                 del self._open[event.request_id]
                 self.recheck.ended(event.request_id, event.finish_reason)
+        self.overlap.check()
         self.audit.step(events, open_before=open_before, open_after=self._open_among(events))
         mark("commit")
         return events
@@ -318,15 +347,46 @@ class Engine:
         self.cache.move_row(src=move.src, dst=move.dst)
         self.rows.move(src=move.src, dst=move.dst)
 
-    def _sample(self, logits: Tensor, rows: tuple[int, ...]) -> Sampled:  # [R, V]
+    def _leave_row(self, row: int) -> None:
+        if self.overlap.on:
+            self.overlap.vacated.append(self.rows.request_id(row))
+        self.rows.release(row)
+
+    def _launch(self, output: SchedulerOutput, logits: Tensor) -> None:  # [R, V]
+        """The step is in flight: its tokens are chosen where its logits are, or here and now."""
+        sequences = tuple([self.scheduler.running[row] for row in output.rows])
+        choice = self._sample(logits, output.rows)
+        own = {"recheck": self.recheck.watches(sequences), "score": bool(unanswered(output.chunks))}
+        flight = Flight(
+            sequences=sequences,
+            num_decoding=len(output.decode_rows),
+            choice=choice,
+            reasons=[*sorted(choice.host_reasons), *(reason for reason, holds in own.items() if holds)],
+            writes=blocks_written(output, self.cache) if self.overlap.on else (),
+            fed=self.forwards.fed,
+        )
+        self.overlap.launch(flight)
+
+    def _land(self, mark: Mark) -> list[Event]:
+        """Wait for the oldest step in flight; its tokens join their sequences."""
+        flight, sampled = self.overlap.land(fail_alone=self.fail_alone)
+        mark("sample")
+        if self.prefix is not None:
+            self.audit.computed_twice(self.commit.publish(flight.decoding))
+        events = self.commit.take(flight.sequences, sampled, fail_alone=self.fail_alone)
+        mark("commit")
+        return events
+
+    def _sample(self, logits: Tensor, rows: tuple[int, ...]) -> Choice:  # [R, V]
         self.audit.before_sampling(rows)
         stored = [self.cache.tables[row].length for row in rows]
         self.recheck.saw(self.scheduler.running, rows, logits)
-        how: dict[str, Any] = {"index": rows, "positions": stored, "fail_alone": self.fail_alone}
+        how: dict[str, Any] = {"index": rows, "positions": stored}
         if self.samples_on_device:
-            return sample_on_device(logits, self.rows, **how)
+            return DeviceChoice(logits, self.rows, **how)
         chooser = self.forward if isinstance(self.forward, KernelBackend) else None
-        return sample_rows(logits, self.rows, **how, chooser=chooser)
+        how |= {"fail_alone": self.fail_alone, "chooser": chooser}
+        return HostChoice(sample_rows(logits, self.rows, **how))
 
     def _open_among(self, events: list[Event]) -> set[str]:
         """The open requests that the gate sees: all at full, else those that spoke, for a queue can be long."""

@@ -33,6 +33,20 @@ class StepInputs:
     context_lens: Tensor  # [N] int64: tokens each row may read
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LateIds:
+    """Input ids that the device alone knows: entry `places[i]` of a step is `tokens[lines[i]]` of the step before."""
+
+    tokens: Tensor  # [N] int64
+    places: list[int]
+    lines: list[int]
+
+    def put(self, input_ids: Tensor) -> None:  # [N] int64, in place
+        """Write them behind the host's ids, without waiting for either."""
+        places, lines = stage([self.places, self.lines], input_ids.device)
+        input_ids.index_copy_(0, places, self.tokens.index_select(0, lines))
+
+
 class DecodeInputs:
     """Four `[max_batch_size]` int64 buffers that share one allocation, so that a device needs one copy a step.
 

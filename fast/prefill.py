@@ -17,6 +17,7 @@ from fast.backend import AnyForward
 from fast.cache import BatchedPagedKVCache
 from fast.chunk import PlannedChunk
 from fast.model import Chunk, OnLogits
+from fast.slots import stage
 from gates.chunk import check_chunk_slots, check_chunks_continue
 from gates.core import FULL, enabled
 
@@ -38,7 +39,8 @@ class PrefillPath:
         self.tokens += sum(one.count for one in planned)
         self.chunks += len(planned)
         ends = [index for index, one in enumerate(planned) if one.ends]
-        return logits if len(ends) == len(chunks) else logits[ends]
+        # By an index that is on its way to the device: nothing is waited for.
+        return logits if len(ends) == len(chunks) else logits.index_select(0, stage(ends, logits.device))
 
     def _address(self, planned: PlannedChunk) -> Chunk:
         slots = self.cache.advance_row(planned.row, planned.count)

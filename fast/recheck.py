@@ -72,6 +72,10 @@ class Recheck:
             self._watched[sequence.request.id] = _Watched(sequence)
         self._submitted += 1
 
+    def watches(self, sequences: Many[Sequence]) -> bool:
+        """True when one of these leaves digests, so that its logits are to be read in the step that made them."""
+        return bool(self._watched) and any(sequence.request.id in self._watched for sequence in sequences)
+
     def saw(self, running: Mapping[int, Sequence], rows: Many[int], logits: Tensor) -> None:  # R, [R, V]
         """Digest the lines of logits, one for each of `rows`, whose requests are watched."""
         if not self._watched:

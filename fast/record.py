@@ -10,6 +10,7 @@ Gates: gates.trace. Proof: tests/test_trace.py. Story: trace.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 
 from fast.cache import BatchedPagedKVCache
 from fast.decode import DecodePath
+from fast.overlap import Overlap
 from fast.scheduler import Scheduler, SchedulerOutput
 from gates.core import counters
 from gates.trace import check_step_explained
@@ -51,7 +53,12 @@ class StepRecord:
     blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # row -> its block ids in order
     dump: Mapping[int, tuple[int, ...]] | None = None
     free_blocks: int = 0
-    events: tuple[tuple[str, int | None, str | None], ...] = ()  # (request id, token id, finish reason)
+    ahead: bool | None = None  # launched before the tokens of the step before were known; None without overlap
+    waited: tuple[str, ...] = ()  # why tokens were waited for with nothing launched, since the record before
+    dropped: int | None = None  # tokens computed after the end of their answers, if any
+    vacated: tuple[str, ...] = ()  # with overlap: who lost its row since the schedule of the record before
+    parked: tuple[int, ...] = ()  # blocks of no row, which the step in flight still writes
+    events: tuple[tuple[str, int | None, str | None], ...] = ()  # (request id, token id, finish reason), told in it
     gate_checks: int = 0  # of the whole process, the server's gates included
     gate_failures: Mapping[str, int] = field(default_factory=dict)
     timings_us: Mapping[str, int] = field(default_factory=dict)  # host time; a GPU's work is waited for in `sample`
@@ -89,11 +96,12 @@ class StepRecorder:
         scheduler: Scheduler,
         cache: BatchedPagedKVCache,
         decode: DecodePath,
+        overlap: Overlap,
         clock: Callable[[], int],
     ) -> None:
         self.on_step = on_step
         self.watcher: Callable[[StepRecord], None] | None = None
-        self._scheduler, self._cache, self._decode = scheduler, cache, decode
+        self._scheduler, self._cache, self._decode, self._overlap = scheduler, cache, decode, overlap
         self._clock = clock
         self._start = self._since = clock()
         self._records = 0
@@ -104,6 +112,7 @@ class StepRecorder:
         self._rows: dict[int, str] = {}
         self._blocks: dict[int, tuple[int, ...]] = {}
         self._gates = _gate_counts()
+        self._waits, self._ahead, self._dropped = Counter(overlap.waits), overlap.ahead, overlap.dropped
 
     def watch(self, watcher: Callable[[StepRecord], None] | None) -> None:
         """Tell `watcher` too, beginning with a record of every row and block; None ends that."""
@@ -130,7 +139,7 @@ class StepRecorder:
         return events
 
     def _mark(self, phase: str, output: SchedulerOutput | None = None) -> None:
-        self._timings[phase] = (self._clock() - self._since) // 1000
+        self._timings[phase] = self._timings.get(phase, 0) + (self._clock() - self._since) // 1000
         if output is not None:
             self._draft = self._with_schedule(output)
         # Read anew, so that what recording costs is in no phase.
@@ -139,6 +148,7 @@ class StepRecorder:
     def _with_schedule(self, output: SchedulerOutput) -> StepRecord:
         rows = {row: sequence.request.id for row, sequence in sorted(self._scheduler.running.items())}
         blocks = {row: tuple(table.blocks) for row, table in enumerate(self._cache.tables) if table.blocks}
+        in_rows = {block for held in blocks.values() for block in held} if self._cache.parked else set()
         full = self._records % FULL_EVERY == 0
         pairs = zip(output.admitted_rows, output.admitted, strict=True)
         computing = {chunk.row for chunk in output.chunks} | set(output.decode_rows)
@@ -155,9 +165,20 @@ class StepRecorder:
             blocks=_changes(self._blocks, blocks),
             dump=blocks if full else None,
             free_blocks=self._cache.allocator.num_free,
+            vacated=tuple(self._overlap.vacated),
+            parked=tuple(sorted({block for table in self._cache.parked for block in table.blocks} - in_rows)),
         )
         self._rows, self._blocks = rows, blocks
         return draft
+
+    def _with_overlap(self, draft: StepRecord) -> StepRecord:
+        overlap = self._overlap
+        if not overlap.on:
+            return draft
+        dropped, ahead = overlap.dropped - self._dropped, overlap.ahead > self._ahead
+        waited = tuple(sorted(overlap.waits - self._waits))
+        self._waits, self._ahead, self._dropped = Counter(overlap.waits), overlap.ahead, overlap.dropped
+        return replace(draft, ahead=ahead, waited=waited, dropped=dropped or None)
 
     def _finish(self, events: Sequence[Event], *, fault: str | None) -> None:
         draft, gates = self._draft, _gate_counts()
@@ -167,6 +188,7 @@ class StepRecorder:
             check_step_explained(
                 decode_rows=draft.decode_rows, bucket=draft.bucket, replayed=draft.replayed, reason=draft.reason
             )
+        draft = self._with_overlap(draft)
         before = self._gates
         failures = {name: bad - before.get(name, (0, 0))[1] for name, (_, bad) in gates.items()}
         draft = replace(
@@ -189,10 +211,16 @@ class Listeners:
     and a step costs nothing more, while nobody does."""
 
     def __init__(
-        self, *, scheduler: Scheduler, cache: BatchedPagedKVCache, decode: DecodePath, clock: Callable[[], int]
+        self,
+        *,
+        scheduler: Scheduler,
+        cache: BatchedPagedKVCache,
+        decode: DecodePath,
+        overlap: Overlap,
+        clock: Callable[[], int],
     ) -> None:
         self.recorder: StepRecorder | None = None
-        self._new = partial(StepRecorder, scheduler=scheduler, cache=cache, decode=decode, clock=clock)
+        self._new = partial(StepRecorder, scheduler=scheduler, cache=cache, decode=decode, overlap=overlap, clock=clock)
 
     def trace(self, on_step: Callable[[StepRecord], None] | None) -> None:
         """Tell `on_step` from the next step on; None ends that. The watcher stays."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from reference.request import MAX_PRIORITY, GuideState, PromptLogprobs, Request
 
 if TYPE_CHECKING:
+    from fast.blocks import BlockTable
     from fast.prefix import Prefix
     from fast.score import PromptScores
 
@@ -47,6 +48,9 @@ class Sequence:
     found: int = 0  # tokens found in the prefix cache since it was admitted
     computed: int = 0  # tokens computed since it was admitted
     found_first: int = 0  # `found` when it was first preempted; what it finds afterwards may be its own
+    in_flight: int = 0  # tokens launched for it that the host has not read
+    ended_at: int | None = None  # tokens it had when its answer ended
+    parked: BlockTable | None = None  # its blocks, while its row is another's and a step in flight writes them
     guide: GuideState | None = None  # what restricts the answer; it goes on after a preemption, as the tokens do
     scores: PromptScores | None = None  # logprobs of its prompt, if it asked; kept after a preemption as well
 
@@ -67,6 +71,17 @@ class Sequence:
     def reads_prompt(self) -> bool:
         """Logits of its prompt are still to be read, so its tokens are computed and not found."""
         return self.scores is not None and not self.scores.complete
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it has, those in flight included."""
+        return len(self.tokens) + self.in_flight
+
+    @property
+    def goes_on(self) -> bool:
+        """True while another token is to be launched for it."""
+        unlimited = not self.max_tokens  # it wants no answer: its prompt's end is its own
+        return self.ended_at is None and (unlimited or self.num_generated + self.in_flight < self.max_tokens)
 
     @property
     def num_generated(self) -> int:

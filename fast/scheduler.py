@@ -18,11 +18,12 @@ from __future__ import annotations
 import heapq
 from bisect import bisect, bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from fast.blocks import BlockTable
 from fast.cache import BatchedPagedKVCache
-from fast.chunk import DEFAULT_CHUNK_TOKENS, PlannedChunk, share_budget
+from fast.chunk import DEFAULT_CHUNK_TOKENS, PlannedChunk, share_behind
 from fast.compact import RowCompactor, RowMove
 from fast.prefix import PrefixCache
 from fast.rows import DUE, Sequence
@@ -30,6 +31,7 @@ from gates.blocks import check_blocks_conserved
 from gates.chunk import check_budget_kept, check_chunks_shared
 from gates.compact import check_compaction_right, check_moves_amortised
 from gates.core import FULL, enabled
+from gates.overlap import check_blocks_at_rest, check_settled_first
 from gates.scheduler import (
     check_earliest_kept,
     check_overtaken_bounded,
@@ -82,6 +84,7 @@ class Scheduler:
         on_release: Callable[[int], None] | None = None,
         snapshot: Callable[[], Mapping[int, Mapping[str, object]]] | None = None,
         chunk_tokens: int | None = None,
+        written: Callable[[], Collection[int]] = tuple,
         prefix: PrefixCache | None = None,
         reserve_growth: bool = False,
     ) -> None:
@@ -96,6 +99,7 @@ class Scheduler:
         self.on_admit = on_admit
         self.on_release = on_release
         self.snapshot = snapshot
+        self.written = written
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.due_after = DUE_AFTER
@@ -109,6 +113,13 @@ class Scheduler:
     def has_work(self) -> bool:
         """True while a sequence waits or runs."""
         return bool(self.waiting or self.running)
+
+    @property
+    def growth_fits(self) -> bool:
+        """True when the pool has a block for every row that needs one now, so that nobody is preempted."""
+        tables = self.cache.tables
+        needed = sum(1 for row in self.running if tables[row].length >= tables[row].capacity)
+        return needed <= self.cache.allocator.num_free
 
     @property
     def free_rows(self) -> list[int]:
@@ -142,20 +153,14 @@ class Scheduler:
         admitted_rows = tuple(sequence.row for sequence in admitted if sequence.row is not None)
         return SchedulerOutput(admitted, admitted_rows, decode_rows, chunks, preempted, moves)
 
-    def publish(self, output: SchedulerOutput) -> list[tuple[int, int]]:
-        """After the forwards: whatever block became full is there for others; see `PrefixCache.publish`."""
-        twice: list[tuple[int, int]] = []
-        if self.prefix is None:
-            return twice
-        for row in (*(chunk.row for chunk in output.chunks), *output.decode_rows):
-            sequence, table = self.running[row], self.cache.tables[row]
-            if sequence.prefix is not None and table.length // table.block_size > len(sequence.prefix.entries):
-                twice += self.prefix.publish(sequence.prefix, sequence.tokens, table.blocks, computed=table.length)
-        return twice
-
     def release(self, sequence: Sequence) -> None:
-        """Take a running or waiting sequence out: its row and blocks are free when this returns."""
-        if sequence.row is None:
+        """Take a running, parked or waiting sequence out: its row and blocks are free when this returns."""
+        if sequence.parked is not None:
+            self._check_at_rest(sequence.parked)
+            self.cache.free_parked(sequence.parked)
+            sequence.parked = None
+            self._forget_prefix(sequence)
+        elif sequence.row is None:
             self.waiting.remove(sequence)
         else:
             self._vacate(sequence)
@@ -173,6 +178,13 @@ class Scheduler:
         sequence.urgency = DUE
         if waits:
             self._queue(sequence)
+
+    def park(self) -> None:
+        """Give back the rows of those that compute nothing more, whose tokens or ends are still in flight."""
+        for row, sequence in list(self.running.items()):
+            if not sequence.goes_on:
+                sequence.parked = self.cache.park_row(row)
+                self._leave(row, sequence)
 
     def _grow(self) -> tuple[Sequence, ...]:
         in_order = sorted(self.running.values(), key=_order)
@@ -201,6 +213,7 @@ class Scheduler:
         if self.reserve_growth:
             held = self.schedules - sequence.admitted_at
             check_preempted_late(arrival=sequence.arrival, steps=held, block_size=self.cache.block_size)
+        check_settled_first(request_id=sequence.request.id, in_flight=sequence.in_flight)
         self._vacate(sequence)
         sequence.found_first = sequence.found_first if sequence.preemptions else sequence.found
         sequence.preemptions += 1
@@ -282,8 +295,8 @@ class Scheduler:
         return self._blocks_of(len(sequence.request.prompt_ids) + sequence.max_tokens - 1)
 
     def _pending(self, row: int) -> int:
-        """Tokens of a running row that are known and not computed."""
-        return len(self.running[row].tokens) - self.cache.tables[row].length
+        """Tokens of a running row that are to be computed: they are known, or the device knows them."""
+        return self.running[row].num_tokens - self.cache.tables[row].length
 
     def _decodes(self, row: int) -> bool:
         """Its last token alone is to be computed, and a token follows."""
@@ -294,7 +307,7 @@ class Scheduler:
         behind = list(range(len(waiting))) if self.prefix is None else self._follow(self.prefix, waiting)
         pending = [self._pending(row) for row in waiting]
         left = self.chunk_tokens - len(decode_rows)
-        counts = _share(pending, left, behind)
+        counts = share_behind(pending, left, behind)
         check_chunks_shared(pending=pending, counts=counts, budget=left, behind=behind)
         check_budget_kept(decode_rows=len(decode_rows), chunks=counts, budget=self.chunk_tokens)
         chunks = []
@@ -346,7 +359,9 @@ class Scheduler:
         tables, allocator = self.cache.tables, self.cache.allocator
         # What the tables hold and not what the allocator calls owned: a block that both sides dropped is in neither.
         # A shared block stands in several tables and is one of the pool's.
-        held = sum(len(table.blocks) for table in tables) - (allocator.num_references - allocator.num_owned)
+        held = sum(len(table.blocks) for table in self.cache.held_tables) - (
+            allocator.num_references - allocator.num_owned
+        )
         check_blocks_conserved(free=allocator.num_free, owned=held, total=allocator.num_blocks)
         mirrored = self.cache.slot_table.lengths(range(len(tables)))
         check_vacated_unmirrored(mirrored=mirrored, stored=[table.length for table in tables])
@@ -355,28 +370,25 @@ class Scheduler:
         row = sequence.row
         if row is None:
             raise ValueError(f"request {sequence.request.id!r} sits in no row")
+        self._check_at_rest(self.cache.tables[row])
         self.cache.free(row)
-        del self.running[row]
+        self._forget_prefix(sequence)
+        self._leave(row, sequence)
+
+    def _check_at_rest(self, table: BlockTable) -> None:
+        check_blocks_at_rest(freed=table.blocks, written=self.written())
+
+    def _forget_prefix(self, sequence: Sequence) -> None:
         if sequence.prefix is not None:
             sequence.prefix.forget(apart=sequence.reads_prompt)
+
+    def _leave(self, row: int, sequence: Sequence) -> None:
+        del self.running[row]
         self.releases += 1
         sequence.row = None
         heapq.heappush(self._free_rows, row)
         if self.on_release is not None:
             self.on_release(row)
-
-
-def _share(pending: list[int], budget: int, behind: list[int]) -> list[int]:
-    """`share_budget` among those who wait for nobody, each as urgent as the shortest that waits for it."""
-    going = [place for place, leader in enumerate(behind) if leader == place]
-    urgency = {place: pending[place] for place in going}
-    for place, leader in enumerate(behind):
-        urgency[leader] = min(urgency[leader], pending[place])
-    counts = [0] * len(pending)
-    shares = share_budget([pending[place] for place in going], budget, list(urgency.values()))
-    for place, count in zip(going, shares, strict=True):
-        counts[place] = count
-    return counts
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

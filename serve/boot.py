@@ -66,6 +66,7 @@ def build_engine(
     device: str = "cpu",
     triton: bool = False,
     invariant: bool = False,
+    overlap: bool = False,
 ) -> Engine:
     """An idle engine over a loaded model, warm when it captures. `dtype` is what it computes in.
 
@@ -80,9 +81,8 @@ def build_engine(
         from reference.engine import Engine as ReferenceEngine
 
         kv_dtype = torch.float16 if half_kv else None
-        return ReferenceEngine(
-            loaded.config, loaded.weights, max_model_len=max_model_len, dtype=dtype, kv_dtype=kv_dtype
-        )
+        kept: dict[str, Any] = {"max_model_len": max_model_len, "dtype": dtype, "kv_dtype": kv_dtype}
+        return ReferenceEngine(loaded.config, loaded.weights, **kept)
     if engine == "fast":
         from fast.engine import Engine as FastEngine
 
@@ -92,7 +92,7 @@ def build_engine(
         how |= {"half_weights": half_weights, "half_kv": half_kv, "take_weights": take_weights, "triton": triton}
         how |= {"invariant": invariant, "bucket_decode": bucket_decode, "persist_inputs": persist_inputs}
         how |= {"capture_decode": capture_decode, "compile_decode": compile_decode, "compact_rows": compact_rows}
-        how |= {"gather_rows": gather_rows, "prefix_cache": prefix_cache, "reserve_growth": True}
+        how |= {"gather_rows": gather_rows, "prefix_cache": prefix_cache, "reserve_growth": True, "overlap": overlap}
         fast = FastEngine.build(loaded.config, loaded.weights, **sizes, **how)
         if capture_decode or compile_decode:  # the pool is allocated, and nobody can ask for anything yet
             print(fast.warm_decode(max_rows=warm_rows, max_width=warm_width).render(), file=sys.stderr)
@@ -187,6 +187,7 @@ def switches(args: argparse.Namespace) -> dict[str, Any]:
         "compact_rows": persistent,
         "gather_rows": args.gather_rows,
         "compile_decode": args.compile,
+        "overlap": on_gpu(args) if args.overlap is None else args.overlap,
     }
 
 
@@ -196,7 +197,7 @@ def without_effect(args: argparse.Namespace) -> list[str]:
     warm = {"--warm-rows": args.warm_rows, "--warm-width": args.warm_width}
     fast = {"--persistent-batch": args.persistent_batch, "--gather-rows": args.gather_rows, "--compile": args.compile}
     if args.engine == "reference":
-        fast |= {**warm, "--half-kv": args.half_kv}
+        fast |= {**warm, "--half-kv": args.half_kv, "--overlap": args.overlap}
         return [f"{name} has no effect: the reference engine has no batch" for name, given in fast.items() if given]
     idle = {} if records else {name: given for name, given in warm.items() if given is not None}
     notes = [f"{name} has no effect: with --no-cuda-graphs nothing is recorded" for name in idle]

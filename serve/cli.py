@@ -132,6 +132,12 @@ def _engine_arguments(whole: argparse.ArgumentParser) -> None:
         help="compute one request in N again, alone, while nothing else runs, and compare its logits bit for bit; "
         "0 is never; default: 64",
     )
+    parser.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="launch a step before the host knows the tokens of the one before it; default: on a GPU",
+    )
     trace_option(parser)
     _kernel_arguments(whole.add_argument_group("kernels"))
     _decode_arguments(whole.add_argument_group("recorded decode steps"))

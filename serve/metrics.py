@@ -62,6 +62,8 @@ COUNTERS = (
     Series("decode_steps", "decode_steps", "Decode steps."),
     Series("decode_tokens", "decode_tokens", "Tokens computed by decode steps."),
     Series("replayed", "decode_steps_replayed", "Decode steps that replayed a recording."),
+    Series("steps_ahead", "engine_steps_ahead", "Steps launched before the tokens of the step before were known."),
+    Series("dropped_tokens", "dropped_tokens", "Tokens computed after the end of their answers, and told to nobody."),
     Series("captures", "captures", "Decode shapes recorded."),
     Series("captures_after_ready", "captures_after_ready", "Decode shapes recorded after start-up; to stay 0."),
     Series("kernel_compiles_after_ready", "kernel_compiles_after_ready", "Kernels compiled after start-up; 0."),
@@ -218,6 +220,9 @@ class _EngineCounts(Collector):
             yield self._gauge("replay_share", "Share of decode steps that replayed a recording.", share)
             text = "Decode steps without a recording, by reason."
             yield self._count("decode_steps_eager", text, stats["eager"], label="reason")
+        if "step_waits" in stats:
+            text = "Steps whose tokens were waited for with nothing launched, by reason; with overlap alone."
+            yield self._count("engine_step_waits", text, stats["step_waits"], label="reason")
         checks = {name: count.checks for name, count in counters().items()}
         yield self._count("gate_checks", "Gate checks in this process.", checks, label="gate")
         failures = {name: count.failures for name, count in counters().items()}

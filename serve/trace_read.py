@@ -55,6 +55,10 @@ class TraceStep:
     reason: str
     blocks: dict[int, tuple[int, ...]]  # row -> block ids
     free_blocks: int
+    ahead: bool | None  # launched before the tokens of the step before were known; None without overlap
+    waited: tuple[str, ...]  # why tokens were waited for with nothing launched
+    dropped: int  # tokens computed after the end of their answers
+    parked: tuple[int, ...]  # blocks of no row, which the step in flight still writes
     events: tuple[tuple[str, int | None, str | None], ...]  # (request id, token id, finish reason)
     gate_checks: int
     gate_failures: dict[str, int]
@@ -144,7 +148,9 @@ class _Running:
         self.step = step.step
         if step.fault is None:
             check_queue_counted(queue=step.queue, waiting=line["waiting"])
-            self._check(step, {int(row): tuple(blocks) for row, blocks in line.get("dump", {}).items()})
+            # With overlap an end is told before or after its row is given back, so that is told too.
+            gone = self.ended if step.ahead is None else set(line.get("vacated", ()))
+            self._check(step, gone, {int(row): tuple(blocks) for row, blocks in line.get("dump", {}).items()})
         self.rows, self.blocks = step.rows, step.blocks
         self.ended = {name for name, _, reason in step.events if reason is not None}
         self.open = (self.open | {request.id for request in step.submitted}) - self.ended
@@ -181,6 +187,10 @@ class _Running:
             reason=line.get("reason", ""),
             blocks={row: blocks for row, blocks in sorted((self.blocks | changed).items()) if blocks},
             free_blocks=line["free_blocks"],
+            ahead=line.get("ahead"),
+            waited=tuple(line.get("waited", ())),
+            dropped=line.get("dropped", 0),
+            parked=tuple(line.get("parked", ())),
             events=events,
             gate_checks=line["gate_checks"],
             gate_failures=dict(line.get("gate_failures", {})),
@@ -201,11 +211,11 @@ class _Running:
         due = self.due_after is not None and self.arrivals - arrival > self.due_after
         return not due, 0 if due else priority, arrival
 
-    def _check(self, step: TraceStep, dump: dict[int, tuple[int, ...]]) -> None:
+    def _check(self, step: TraceStep, gone: set[str], dump: dict[int, tuple[int, ...]]) -> None:
         aborted = {name for name, _, reason in step.events if reason == "abort"}
         check_rows_explained(
             before=self.rows,
-            gone=self.ended | aborted | set(step.preempted),
+            gone=gone | aborted | set(step.preempted),
             moves=step.moves,
             admitted=[(row, name) for row, name, _ in step.admitted],
             after=step.rows,
@@ -227,7 +237,7 @@ class _Running:
             check_dump_agrees(rebuilt=step.blocks, dumped=dump)
         if self.num_blocks is not None:
             check_owned_once(tables=step.blocks, num_blocks=self.num_blocks, shared=self.shared)
-            owned = len({block for blocks in step.blocks.values() for block in blocks})
+            owned = len({block for blocks in (*step.blocks.values(), step.parked) for block in blocks})
             check_blocks_conserved(free=step.free_blocks, owned=owned, total=self.num_blocks)
 
 

@@ -61,6 +61,7 @@ def step_lines(step: TraceStep, *, num_blocks: int) -> list[str]:
         ("rows", _join(f"{row} {_name(name)}" for row, name in sorted(step.rows.items()))),
         ("prefill", _join(f"row {row}: {count} tokens from {start}" for row, start, count in step.chunks)),
         ("decode", _decode(step)),
+        ("overlap", _overlap(step)),
         ("pool", _pool(step, num_blocks)),
         ("events", _join(_event(*event) for event in step.events)),
         ("time", _join(f"{phase} {us:,} us" for phase, us in step.timings_us.items() if us)),
@@ -93,6 +94,9 @@ class Totals:
     mixed_steps: int = 0
     replayed: int = 0
     eager: Counter[str] = field(default_factory=Counter)
+    ahead: int = 0
+    dropped: int = 0
+    waited: Counter[str] = field(default_factory=Counter)
     prefilled: int = 0
     tokens: int = 0
     submitted: int = 0
@@ -112,6 +116,9 @@ class Totals:
             self.decode_steps += 1
             self.replayed += step.replayed
             self.eager.update([step.reason] if step.reason else [])
+        self.ahead += bool(step.ahead)
+        self.dropped += step.dropped
+        self.waited.update(step.waited)
         self.prefilled += sum(count for _, _, count in step.chunks)
         self.tokens += sum(token is not None for _, token, _ in step.events)
         self.submitted += len(step.submitted)
@@ -129,10 +136,13 @@ class Totals:
         still_open = self.submitted - self.endings.total()
         endings = [f"{count:,} {reason}" for reason, count in sorted(self.endings.items())]
         eager = [f"{count:,} eager: {reason}" for reason, count in sorted(self.eager.items())]
+        waited = [f"{count:,} waited: {reason}" for reason, count in sorted(self.waited.items())]
+        overlap = [f"{self.ahead:,} steps ahead of the tokens before them", f"{self.dropped:,} tokens dropped", *waited]
         failures = [f"{count:,} of {name}" for name, count in sorted(self.gate_failures.items())]
         parts = [
             ("steps", f"{self.steps:,}, {self.decode_steps:,} with a decode, {self.mixed_steps:,} mixed"),
             ("decode", ", ".join([f"{self.replayed:,} replayed", *eager])),
+            ("overlap", ", ".join(overlap) if self.ahead or waited else ""),
             ("requests", ", ".join([f"{self.submitted:,} submitted", *endings, f"{still_open:,} open"])),
             ("tokens", f"{self.tokens:,} emitted, {self.prefilled:,} prefilled"),
             ("rows", f"{self.moves:,} moves, {self.preemptions:,} preemptions"),
@@ -155,6 +165,13 @@ def _header(header: Mapping[str, Any]) -> list[str]:
         f"{pool.get('max_batch_size')} rows, up to {engine['max_model_len']} tokens a request",
         f"decode    {', '.join(on) or 'no switch'}, rows {engine.get('rows')}, {warm.get('graphs', 0)} warm shapes",
     ]
+
+
+def _overlap(step: TraceStep) -> str:
+    parts = ["ahead of the tokens before it"] if step.ahead else []
+    parts += [f"waited: {reason}" for reason in step.waited]
+    parts += [f"{len(step.parked)} blocks of no row are still written"] if step.parked else []
+    return _join([*parts, *([f"{step.dropped} tokens dropped"] if step.dropped else [])])
 
 
 def _decode(step: TraceStep) -> str:

@@ -112,6 +112,7 @@ def engine_of(trace: Trace) -> Engine:
         chunk_tokens=trace.chunk_tokens,
         prefix_cache=trace.prefix_cache,
         reserve_growth=trace.reserve_growth,
+        overlap=trace.overlap,
         dtype=getattr(torch, trace.dtype),
         seed_source=lambda: UNNAMED_SEED,
         **arm.switches,

@@ -64,12 +64,20 @@ def fixed_sampler() -> Iterator[None]:
 
 
 def decoding(
-    *, rows: int, context: int, steps: int, switches: bool = True, waiting: int = 0, served: int = 0
+    *,
+    rows: int,
+    context: int,
+    steps: int,
+    switches: bool = True,
+    waiting: int = 0,
+    served: int = 0,
+    overlap: bool = False,
 ) -> Engine:
     """An engine in which `rows` requests of `context` tokens are prefilled and have `steps` decode steps to go.
 
     `switches` on is what the server runs: buckets, persistent inputs, warm recordings, compacted rows. `waiting`
-    requests stand behind them and find no row; `served` others have come, ended early or late, and gone before.
+    requests stand behind them and find no row; `served` others have come, ended early or late, and gone before. With
+    `overlap` it is the fixed logits that choose, as they do on a device.
     """
     longest = context + steps + 2
     forward = FixedForward(rows)
@@ -87,6 +95,7 @@ def decoding(
         cache,
         decode=path,
         compactor=RowCompactor("compact"),
+        overlap=overlap,
     )
     engine.scheduler.chunk_tokens = rows * context  # all of them in one step, which costs nothing here
     if switches:

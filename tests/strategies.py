@@ -120,6 +120,7 @@ def limits(draw: st.DrawFn, arms: Sequence[str] = tuple(ARMS), **fixed: Any) -> 
         "reserve_growth": draw(st.booleans()),
         "mixed_steps": draw(st.booleans()),
         "due_after": draw(st.sampled_from([256, 1, 3])),
+        "overlap": draw(st.booleans()),
     }
     budget = draw(st.none() | st.integers(0, 9))
     chosen["chunk_tokens"] = None if budget is None else chosen["max_batch_size"] + budget

@@ -197,7 +197,7 @@ def test_every_engine_option_reaches_the_engine(command: str, monkeypatch: pytes
     options = ["--model", "tiny-random", "--engine", "fast", "--max-batch-size", "3", "--block-size", "7"]
     options += ["--kv-cache-memory", "1MiB", "--max-model-len", "99", "--dtype", "float64", "--threads", str(threads)]
     options += ["--no-cuda-graphs", "--persistent-batch", "--warm-rows", "2", "--warm-width", "32"]
-    options += ["--width-multiple", "16", "--chunk-tokens", "77", "--no-prefix-cache"]
+    options += ["--width-multiple", "16", "--chunk-tokens", "77", "--no-prefix-cache", "--overlap"]
     prompt = ["--prompt", "x"] if command == "generate" else []
     with pytest.raises(ZeroDivisionError):
         boot.boot(build_parser().parse_args([command, *options, *prompt]))
@@ -208,6 +208,7 @@ def test_every_engine_option_reaches_the_engine(command: str, monkeypatch: pytes
         "kv_cache_bytes": 2**20,
         "max_model_len": 99,
         "chunk_tokens": 77,
+        "overlap": True,
         "prefix_cache": False,
         "dtype": torch.float64,
         "width_multiple": 16,
@@ -298,8 +299,11 @@ def test_kernels_that_cannot_run_are_refused_in_the_words_of_the_option(capsys) 
         (["--no-cuda-graphs", "--persistent-batch"], {"compact_rows"}),
         (["--gather-rows"], {"capture_decode", "gather_rows"}),
         (["--no-cuda-graphs", "--compile"], {"compile_decode", "bucket_decode"}),
+        (["--no-cuda-graphs", "--overlap"], {"overlap"}),
+        (["--no-cuda-graphs", "--device", "cuda"], {"overlap"}),
+        (["--no-cuda-graphs", "--device", "cuda", "--no-overlap"], set()),
     ],
-    ids=["default", "free rows", "eager", "eager persistent", "gather", "compiled"],
+    ids=["default", "free rows", "eager", "eager persistent", "gather", "compiled", "overlap", "gpu", "gpu in turn"],
 )
 def test_the_command_line_bundles_the_switches_and_lets_them_apart(flags, on) -> None:
     chosen = boot.switches(build_parser().parse_args(["serve", *flags]))

@@ -196,7 +196,7 @@ def test_one_forward_for_chunks_and_decoding_rows_has_the_tokens_of_two():
 def test_gate_rejects_a_step_that_computes_more_than_its_budget(monkeypatch: pytest.MonkeyPatch):
     check_budget_kept(decode_rows=2, chunks=[4, 2], budget=8)
     # The fault: the decoding rows' tokens are forgotten. The share is right for the budget it was given.
-    monkeypatch.setattr("fast.scheduler.share_budget", lambda pending, budget, urgency: [min(pending[0], budget + 1)])
+    monkeypatch.setattr("fast.chunk.share_budget", lambda pending, budget, urgency: [min(pending[0], budget + 1)])
     monkeypatch.setattr("fast.scheduler.check_chunks_shared", lambda **_: None)
     engine = tiny_engine(**ROOMY, chunk_tokens=8)
     engine.submit(request("talks", 3))
@@ -229,7 +229,7 @@ def test_gate_rejects_a_step_that_computes_more_than_its_budget(monkeypatch: pyt
     ids=["first takes all", "last takes all", "more than there is"],
 )
 def test_gate_rejects_a_budget_that_is_not_shared(share, fact: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fast.scheduler.share_budget", share)
+    monkeypatch.setattr("fast.chunk.share_budget", share)
     engine = tiny_engine(**ROOMY, chunk_tokens=8)
     engine.submit(request("long", 60))
     engine.submit(request("short", 3))
@@ -249,7 +249,7 @@ def test_gate_rejects_a_prompt_that_waits_for_one_without_its_share(monkeypatch:
     def by_its_own(pending: list[int], budget: int, urgency: list[int]) -> list[int]:
         return share_budget(pending, budget)  # the fault: nobody minds who waits for whom
 
-    monkeypatch.setattr("fast.scheduler.share_budget", by_its_own)
+    monkeypatch.setattr("fast.chunk.share_budget", by_its_own)
     engine = tiny_engine(**ROOMY | {"num_blocks": 90}, chunk_tokens=8, prefix_cache=True)
     for name, prompt in (("first", (3,) * 100), ("second", (4,) * 110), ("short", (4,) * 6)):
         engine.submit(Request(prompt, GREEDY, name))

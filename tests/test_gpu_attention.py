@@ -96,6 +96,8 @@ SHAPES = [
     (8, 1, 96, 32, (31, 32, 33), F16),
     (6, 2, 128, 16, (300, 1), F32),
     (9, 3, 64, 32, (257, 64, 63), BF16),
+    (5, 1, 96, 8, (16, 17), F16),
+    (14, 2, 80, 32, (33, 1), F16),
 ]
 
 
@@ -114,7 +116,7 @@ def test_a_decode_is_its_definition_by_slots_and_by_blocks(heads, kv_heads, dim,
         assert length or not got[row].any(), "a row of length 0 is zeros"
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block", "lengths", "dtype"), [SHAPES[1], SHAPES[3]])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block", "lengths", "dtype"), [SHAPES[1], SHAPES[2], SHAPES[3]])
 def test_a_prefill_is_its_definition_from_any_start(heads, kv_heads, dim, block, lengths, dtype):
     pool = Pool(heads, kv_heads, dim, block, lengths, dtype)
     tokens = [min(length, 5 + 20 * row) for row, length in enumerate(lengths)]

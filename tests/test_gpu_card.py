@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,8 +31,8 @@ def engine(dtype: torch.dtype = torch.bfloat16, *, rows: int = 6, blocks: int = 
     return built
 
 
-def requests(count: int) -> Iterator[Request]:
-    """Unequal prompts and answers; every other one is drawn."""
+def requests(count: int, *, told: bool = True) -> Iterator[Request]:
+    """Unequal prompts and answers; every other one is drawn, and a third have their log probabilities `told`."""
     for i in range(count):
         params = SamplingParams(
             5 + 11 * i % 40,
@@ -39,7 +40,7 @@ def requests(count: int) -> Iterator[Request]:
             seed=i,
             top_p=0.95,
             ignore_eos=True,
-            logprobs=1 if i % 3 == 0 else None,  # the others never leave the device
+            logprobs=1 if told and i % 3 == 0 else None,  # the others never leave the device
         )
         yield Request([(17 * i + 5 * at) % 1000 + 3 for at in range(1 + 13 * i % 90)], params, f"r{i}")
 
@@ -75,9 +76,12 @@ def test_graphs_give_the_bits_of_the_eager_step():
 
 
 @pytest.mark.differential
-def test_float32_answers_are_the_references():
-    asked = list(requests(8))
-    got = engine(torch.float32, **CAPTURED).generate(asked)
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "ahead"])
+def test_float32_answers_are_the_references(overlap: bool):
+    asked = list(requests(8, told=not overlap))
+    built = engine(torch.float32, **CAPTURED, overlap=overlap)
+    got = built.generate(asked)
+    assert (built.stats()["steps_ahead"] > 20) == overlap
     weights = seeded_weights(SMALL, dtype=torch.float32, device="cuda")
     weights = type(weights)(
         weights.embedding.cpu(),
@@ -101,11 +105,29 @@ def test_an_invariant_engine_gives_a_request_the_same_bits_in_any_company(blocks
         assert alone.generate([request])[0] == answers[request.id], "tokens, and log probabilities to the bit"
 
 
-def test_nothing_is_compiled_captured_or_allocated_after_ready():
+@pytest.mark.parametrize("arm", ["eager", "graphs"])
+def test_steps_launched_ahead_give_the_tokens_of_steps_in_turn(arm: str):
+    """Ends that are foreseen, ends that are not, and a pool that is too small: the same tokens, some dropped."""
+    switches = CAPTURED | {"capture_decode": arm == "graphs"}
+    likely = tuple(range(0, 1024, 8))
+    asked = [replace(one, params=replace(one.params, stop_token_ids=likely)) for one in requests(20, told=False)]
+    asked += [replace(one, id=f"{one.id}-long") for one in requests(8, told=False)]
+    ahead, in_turn = (engine(blocks=30, **switches, overlap=overlap, invariant=True) for overlap in (True, False))
+    answers = {one.request_id: one for one in in_turn.generate(asked)}
+    assert {one.request_id: one for one in ahead.generate(asked)} == answers
+    stats = ahead.stats()
+    assert stats["steps_ahead"] > 40
+    assert stats["dropped_tokens"] > 0
+    assert stats["step_waits"].keys() <= {"preemption"}
+    assert (stats["kernel_compiles_after_ready"], stats["captures_after_ready"]) == (0, 0)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "ahead"])
+def test_nothing_is_compiled_captured_or_allocated_after_ready(overlap: bool):
     """A stress trace: unequal prompts, rows that come and go, a pool that is too small, every count of rows."""
-    built = engine(blocks=30, **CAPTURED)
+    built = engine(blocks=30, **CAPTURED, overlap=overlap)
     reserved = torch.cuda.memory_reserved()
-    waiting = list(requests(60))
+    waiting = list(requests(60, told=not overlap))
     step = 0
     while waiting or built.has_work:
         for _ in range(step % 3):

@@ -29,10 +29,14 @@ def test_every_part_of_the_bench_runs_and_says_that_it_was_interpreted(tmp_path:
     assert json.loads((tmp_path / "gpu.json").read_text()) == lines
     assert lines[0]["interpreted"] is True
     assert not [line for line in lines if line["part"] == "fault"], lines
-    assert {"bandwidth", "attention", "decode", "itl", "compile", "transformers"} < {line["part"] for line in lines}
+    assert {"bandwidth", "attention", "decode", "itl", "engine", "compile", "transformers"} < {
+        line["part"] for line in lines
+    }
     assert len(table(lines).splitlines()) == len(lines)
     replayed = {line["arm"]: line["replayed"] / line["decode_steps"] for line in lines if line["part"] == "itl"}
-    graphs = {"graphs, warmed": 1.0, "graphs, lazy": 1.0}
+    graphs = {"graphs, warmed": 1.0, "graphs, overlap": 1.0, "graphs, lazy": 1.0}
+    ahead = {line["arm"]: line["steps_ahead"] > 0 for line in lines if line["part"] == "engine"}
+    assert ahead == {"in turn": False, "ahead": True}
     assert replayed == graphs | {"eager": 0.0, "torch eager": 0.0, "torch compiled": 0.0}
 
 
@@ -50,7 +54,7 @@ def test_a_parts_fault_is_told_and_the_others_still_run(tmp_path: Path, monkeypa
 
     for name in ("attention", "decode_steps"):
         monkeypatch.setattr(bench_gpu, name, breaks)
-    for name in ("token_gaps", "against_transformers"):
+    for name in ("token_gaps", "whole_steps", "against_transformers"):
         monkeypatch.setattr(bench_gpu, name, lambda clock: iter(()))
     monkeypatch.setattr(bench_gpu, "compiled_step", lambda clock, rate: iter([{"part": "compile", "left_out": "why"}]))
     lines = bench_gpu.run(1e4, tmp_path / "gpu.json")

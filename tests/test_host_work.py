@@ -61,7 +61,7 @@ def test_counting_sees_a_rectangle_that_is_rebuilt(monkeypatch):
 
     sync = slots.SlotTable.sync
     monkeypatch.setattr(slots.SlotTable, "sync", rebuilding)
-    short, long = work("off"), work("off", context=1024)
+    short, long = work("off"), work("off", context=2048)
     assert sum(long.values()) > 4 * sum(short.values())
 
 

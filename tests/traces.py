@@ -117,6 +117,7 @@ class Trace:
     reserve_growth: bool = False
     mixed_steps: bool = False
     due_after: int = DUE_AFTER
+    overlap: bool = False
 
     @property
     def last_step(self) -> int:

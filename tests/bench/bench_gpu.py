@@ -157,7 +157,7 @@ def decode_steps(clock: Clock, bytes_per_s: float) -> Iterator[Line]:
             for context in contexts:
                 yield from _one_step(clock, built, name, batch, context, bytes_per_s)
         del built
-        _forget()
+        forget()
 
 
 def _one_step(clock: Clock, built: Engine, name: str, batch: int, context: int, bytes_per_s: float) -> Iterator[Line]:
@@ -201,7 +201,7 @@ def compiled_step(clock: Clock, bytes_per_s: float) -> Iterator[Line]:
         yield {"part": "compile", "left_out": "no time was left"}
         return
     yield from _compiled(clock, bytes_per_s, *(("smollm2-135m", 512) if CARD else ("tiny", 20)))
-    _forget()
+    forget()
 
 
 def _compiled(clock: Clock, bytes_per_s: float, name: str, context: int) -> Iterator[Line]:
@@ -232,6 +232,7 @@ def token_gaps(clock: Clock) -> Iterator[Line]:
     name = "smollm2-135m" if CARD else "tiny"
     arms: dict[str, Line] = {
         "graphs, warmed": {"triton": True, **CAPTURED},
+        "graphs, overlap": {"triton": True, **CAPTURED, "overlap": True},
         "graphs, lazy": {"triton": True, **CAPTURED, "record_on_miss": True},
         "eager": {"triton": True, "compact_rows": True},
         "torch eager": {"compact_rows": True},
@@ -246,7 +247,7 @@ def token_gaps(clock: Clock) -> Iterator[Line]:
         if compiles:
             switches = switches | {"compile_backend": "inductor" if CARD else "eager"}
         built = engine(name, dtype=DTYPE, device=DEVICE, rows=8 if CARD else 2, tokens=512 if CARD else 24, **switches)
-        if compiles or arm == "graphs, warmed":
+        if compiles or arm in ("graphs, warmed", "graphs, overlap"):
             built.warm_decode()
         tokens, gaps = served(built)
         answers[arm] = tokens
@@ -257,10 +258,10 @@ def token_gaps(clock: Clock) -> Iterator[Line]:
         yield {
             "part": "itl", "model": name, "arm": arm, "p50_ms": quantiles[49], "p99_ms": quantiles[98],
             "replayed": stats["replayed"], "decode_steps": stats["decode_steps"],
-            "captures_after_ready": stats["captures_after_ready"],
+            "captures_after_ready": stats["captures_after_ready"], "steps_ahead": stats["steps_ahead"],
         }  # fmt: skip
         del built
-        _forget()
+        forget()
 
 
 def served(built: Engine) -> tuple[dict[str, list[int]], list[float]]:
@@ -293,6 +294,13 @@ def served(built: Engine) -> tuple[dict[str, list[int]], list[float]]:
     return tokens, gaps
 
 
+def whole_steps(clock: Clock) -> Iterator[Line]:
+    """A step of the whole engine, host work and all, in turn and launched ahead."""
+    from tests.bench.gpu_steps import timed
+
+    yield from timed(clock)
+
+
 def against_transformers(clock: Clock) -> Iterator[Line]:
     """Decode tokens a second of `generate` in transformers, eager and compiled with a static cache, and of ours."""
     if not CARD:
@@ -303,7 +311,8 @@ def against_transformers(clock: Clock) -> Iterator[Line]:
     yield from compared(clock)
 
 
-def _forget() -> None:
+def forget() -> None:
+    """Give what a part held on the device back, so that the next one has it."""
     if CARD:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -326,6 +335,7 @@ def run(seconds: float, out: Path) -> list[Line]:
         lambda: decode_steps(clock, bytes_per_s),
         lambda: token_gaps(clock),
         lambda: against_transformers(clock),
+        lambda: whole_steps(clock),
         lambda: compiled_step(clock, bytes_per_s),
     ]
     for part in parts:
@@ -334,7 +344,7 @@ def run(seconds: float, out: Path) -> list[Line]:
         except Exception as fault:  # one part's fault is its own line, and the others still run
             lines.append({"part": "fault", "told": f"{type(fault).__name__}: {fault}"[:600]})
             out.write_text(json.dumps(lines, indent=1))
-            _forget()
+            forget()
     return lines
 
 
@@ -357,6 +367,7 @@ FORMS = {
     "bytes_per_s": "{:.3e} B/s",
     "ms": "{:.3f} ms",
     "share": "{:.0%} of bandwidth",
+    "device_share": "{:.0%} of it on the device",
     "times_roofline": "{:.2f} x roofline",
     "p50_ms": "p50 {:.2f} ms",
     "p99_ms": "p99 {:.2f} ms",

@@ -12,6 +12,7 @@ import torch
 
 from fast.attention import decode_attention
 from fast.chunk import share_budget
+from fast.forwards import _late
 from fast.gpu_tasks import checked_tasks, plan_tasks
 from fast.kernels.linear import from_strips, to_strips
 from fast.linear import RowTable
@@ -361,5 +362,15 @@ LESSONS = (
                 flat += tokens
             return np.array(tasks, np.int64).reshape(-1, TASK_FIELDS)
         """,
+    ),
+    Lesson(
+        35,
+        "overlap",
+        _late,
+        "Find the last tokens of decoding sequences in the step in flight: places in the new step, lines in that one.",
+        "a row may have moved since, and another may have ended: what stays the same from step to step?",
+        scenes.launched_ahead,
+        "overlap.ids_fed",
+        cut=("[lines[decoding[place]] for place in places]", "places"),
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.museum import draws, graphs, padding, prefixes, queue, rows, steps
+from tests.museum import draws, graphs, overlap, padding, prefixes, queue, rows, steps
 from tests.museum.exhibit import HARMLESS, LOCKSTEP, Exhibit, visit
 
 ROOMS: dict[str, tuple[Exhibit, ...]] = {
@@ -13,6 +13,7 @@ ROOMS: dict[str, tuple[Exhibit, ...]] = {
     "steps": steps.EXHIBITS,
     "graphs": graphs.EXHIBITS,
     "queue": queue.EXHIBITS,
+    "overlap": overlap.EXHIBITS,
     "prefixes": prefixes.EXHIBITS,
     "draws": draws.EXHIBITS,
 }

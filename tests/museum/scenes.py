@@ -236,6 +236,28 @@ def full_pool() -> Engine:
     return play(RUSH, num_blocks=8, **EAGER, compact_rows=True)
 
 
+def launched_ahead() -> Engine:
+    """Each step is launched before the tokens of the one before are known; two answers end where nobody foresees it."""
+    likely = {"stop_token_ids": tuple(range(20, 40))}
+    return play(
+        (
+            (0, request("a", 5, 2)),
+            (0, request("bb", 6, 18, **likely)),
+            (0, request("ccc", 3, 12)),
+            (1, request("dddd", 8, 15, temperature=0.0)),
+            (2, request("eeeee", 4, 14, **likely)),
+            (4, request("ffffff", 2, 9)),
+        ),
+        overlap=True,
+        **CAPTURED,
+    )
+
+
+def tight_pool_ahead() -> Engine:
+    """Preemptions where steps are launched ahead."""
+    return play(TIGHT, num_blocks=8, overlap=True, **CAPTURED)
+
+
 def ties() -> Engine:
     """Greedy rows whose best token always has an equal, beside a random one."""
     greedy = tuple((0, request(name, 4 + i, 8, temperature=0.0)) for i, name in enumerate(("a", "bb")))

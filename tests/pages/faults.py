@@ -256,6 +256,7 @@ FROM_THE_MUSEUM = {
     "capture": "a launch bakes in no host number that the key does not hold",
     "warmup": "a warm batch has no rows",
     "wiring": "nothing is recorded in front of a client",
+    "overlap": "blocks go back when no step writes them",
     "compact": "a move copies the whole live prefix",
     "attention": "a padded row computes finite numbers",
     "prefix": "a hash is not a prefix",

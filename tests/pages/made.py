@@ -145,6 +145,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         "nanoserve coverage --rows 8 --requests 16 --gens 4,8,16,32 --prompt-tokens 4",
     ),
     "steps.compact.txt": lambda: shown_steps(runs.compact(), 4, 5),
+    "steps.overlap.txt": lambda: shown_steps(runs.overlap(), *range(3, 8)),
     "steps.scheduler.txt": lambda: shown_steps(runs.scheduler(), 4, 5),
 }
 BLOCKS |= {

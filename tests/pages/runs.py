@@ -6,7 +6,7 @@ Each run says why it exists. Sizes are small enough to be followed by eye, and o
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +19,33 @@ from tests.harness import TINY, tiny_engine
 
 CAPTURED: dict[str, Any] = {"bucket_decode": True, "persist_inputs": True, "capture_decode": True, "width_multiple": 16}
 Arrivals = Sequence[tuple[int, str, int, int]]  # (step, id, prompt tokens, answer tokens)
+Stops = Mapping[str, tuple[int, ...]]
 
 
-def asked(name: str, prompt: int, answer: int) -> Request:
-    """A seeded request whose answer has exactly `answer` tokens."""
+def asked(name: str, prompt: int, answer: int, stops: tuple[int, ...] = ()) -> Request:
+    """A seeded request whose answer has exactly `answer` tokens, unless one of `stops` comes before."""
     ids = tuple((3 + 7 * i + 5 * prompt) % 61 for i in range(prompt))
-    return Request(ids, SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True), name)
+    params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True, stop_token_ids=stops)
+    return Request(ids, params, name)
 
 
-def traced(arrivals: Arrivals, *, warm: bool = True, **switches: Any) -> TraceReader:
-    """Run arrivals on a tiny engine to their end and read the trace back."""
+def traced(arrivals: Arrivals, *, warm: bool = True, stops: Stops | None = None, **switches: Any) -> TraceReader:
+    """Run arrivals on a tiny engine to their end and read the trace back; `stops` are token ids by request."""
     sizes: dict[str, Any] = {"max_batch_size": 4, "block_size": 4, "num_blocks": 16, "max_model_len": 48}
     engine = tiny_engine(**(sizes | switches))
     if warm and engine.decode.captured is not None:
         engine.warm_decode()
     path = Path(tempfile.mkdtemp()) / "trace.jsonl"
     attach_trace(engine, path, model="tiny", config=TINY)
-    _drive(engine, arrivals)
+    _drive(engine, arrivals, stops or {})
     return TraceReader(path)
 
 
-def _drive(engine: Engine, arrivals: Arrivals) -> None:
+def _drive(engine: Engine, arrivals: Arrivals, stops: Stops) -> None:
     step, last = 0, max(at for at, *_ in arrivals)
     while step <= last or engine.has_work:
         for _, name, prompt, answer in (a for a in arrivals if a[0] == step):
-            engine.submit(asked(name, prompt, answer))
+            engine.submit(asked(name, prompt, answer, stops.get(name, ())))
         engine.step()
         step += 1
 
@@ -89,6 +91,12 @@ def free() -> TraceReader:
     """The run of `compact` with rows that never move."""
     lengths = (4, 8, 16, 8, 4, 8, 16, 8)
     return traced([(0, "ABCDEFGH"[i], 4, n) for i, n in enumerate(lengths)], num_blocks=24, **CAPTURED)
+
+
+def overlap() -> TraceReader:
+    """One answer of three tokens, one that stops where nobody can foresee it, and one that goes on."""
+    arrivals = [(0, "A", 3, 3), (0, "B", 6, 12), (0, "C", 4, 9)]
+    return traced(arrivals, stops={"C": (18,)}, overlap=True, compact_rows=True, **CAPTURED)
 
 
 STEPPERS: dict[str, Callable[[], TraceReader]] = {
