@@ -2,9 +2,10 @@
 
 uvicorn on httptools (the parser of Node.js, in C): a token that is sent passes no state machine in Python. What is no
 HTTP gets OpenAI's envelope like every other refusal; a head that is too long, or that does not end in time, is refused
-before anything else has heard of it, so that open connections and the bytes they hold are bounded. Who offers to go on
-in another protocol (Java's client offers HTTP/2 with each request) is answered in this one, as RFC 9110 has it: that
-parser stops at such a head, so uvicorn's other one takes the connection over.
+before anything else has heard of it, and who stops reading is hung up on: what a connection holds is bounded.
+
+Who offers to go on in another protocol (Java's client offers HTTP/2 with each request) is answered in this one, as
+RFC 9110 has it: that parser stops at such a head, so uvicorn's other one takes the connection over.
 
 Proof: tests/test_wire.py. Story: limits.
 """
@@ -27,6 +28,7 @@ from serve.errors import ApiError, bad_request
 HEAD_BYTES = 2**16  # of a request's line and headers that have not ended
 MAX_QUEUED = 8  # requests behind the one that is answered; more are not read before their turn
 HEAD_SECONDS = 30.0  # from a connection, or the first byte of its next request, to the end of the head
+STALLED_SECONDS = 60.0  # a client that takes nothing of what waits for it for so long is gone
 
 
 def server_config(app: FastAPI, *, log_level: str = "warning") -> uvicorn.Config:
@@ -46,6 +48,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0  # of the one that has not ended, after the read in which it began
         self._head_timer: asyncio.TimerHandle | None = None  # None: no head is waited for
         self._answered: RequestResponseCycle | None = None  # the first of those that are not over
+        self._reader_timer: asyncio.TimerHandle | None = None  # None: it takes what comes
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has come, and is to say what it wants."""
@@ -58,6 +61,7 @@ class Connection(HttpToolsProtocol):
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
             self._answered.message_event.set()
+        self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -69,6 +73,17 @@ class Connection(HttpToolsProtocol):
         self._head_bytes += len(data)
         if self._head_bytes > HEAD_BYTES:
             self._refuse(ApiError(431, f"headers: not complete after {HEAD_BYTES} bytes", code="headers_too_large"))
+
+    def pause_writing(self) -> None:
+        """More waits for the client than it should; nothing is added until it has taken most of that."""
+        super().pause_writing()
+        self._watch_reader(None)
+
+    def resume_writing(self) -> None:
+        """It has."""
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+        super().resume_writing()
 
     def on_message_begin(self) -> None:
         """The parser saw a first byte."""
@@ -121,6 +136,13 @@ class Connection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
         self._head_timer = None
+
+    def _watch_reader(self, before: int | None) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        if before is not None and waiting >= before:
+            self.transport.abort()
+        else:
+            self._reader_timer = self.loop.call_later(STALLED_SECONDS, self._watch_reader, waiting)
 
     def _refuse(self, error: ApiError) -> None:
         """Answer and hang up; only hang up where the bytes would be taken for another's answer, or for an early one."""

@@ -165,3 +165,17 @@ def test_a_connection_that_was_handed_over_keeps_its_bounds_and_its_envelope(
     bad = b"GET /version HTTP/1.1\r\n" + H2C + b"\r\n"  # without a host, which this parser asks for
     assert error_of(said(served, [bad + NEXT]), b"400")["code"] == "malformed_request"
     assert "Traceback" not in caplog.text
+
+
+def test_a_client_that_stops_reading_is_hung_up_on(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("serve.wire.STALLED_SECONDS", 0.05)
+    asked = {"model": MODEL, "prompt": "x", "max_tokens": 20_000, "logprobs": 20, "ignore_eos": True, "stream": True}
+    body = json.dumps(asked).encode()
+    with serving(ScriptedEngine(max_model_len=30_000, step_s=0.0001)) as served, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(DEADLINE_S)
+        client.connect(("127.0.0.1", served.port))
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        eventually(lambda: served.health()["open"] == 1)
+        eventually(served.is_idle)  # long before its last token
+        assert 'finished_reason="abort"' in served.http.get("/metrics").text
