@@ -250,14 +250,20 @@ def _call_of(text: str, use: ToolUse) -> ToolCall | None:
 
 def _call(value: Any, use: ToolUse) -> ToolCall | None:
     """A call of one of the tools, or None."""
-    if not isinstance(value, dict) or value.get("name") not in use.names:
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or name not in use.names:
         return None
     arguments = value.get(ARGUMENTS[use.form], value.get("arguments", {}))
     if not isinstance(arguments, dict):
         return None
+    try:  # Python reads NaN and 1e999, which no JSON of a client's can hold
+        spelled = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
     # Mistral's templates take ids of nine letters and digits alone, and a client sends them back.
     id = uuid.uuid4().hex[:9] if use.form == "mistral" else f"call_{uuid.uuid4().hex[:24]}"
-    return ToolCall(id, value["name"], json.dumps(arguments, ensure_ascii=False))
+    # Half a surrogate pair is no character; as an escape it is what the model wrote.
+    return ToolCall(id, name, spelled.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def _all_calls(text: str, use: ToolUse) -> list[ToolCall] | None:

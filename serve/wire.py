@@ -29,6 +29,7 @@ HEAD_BYTES = 2**16  # of a request's line and headers that have not ended
 MAX_QUEUED = 8  # requests behind the one that is answered; more are not read before their turn
 HEAD_SECONDS = 30.0  # from a connection, or the first byte of its next request, to the end of the head
 STALLED_SECONDS = 60.0  # a client that takes nothing of what waits for it for so long is gone
+LATE = "headers: not complete after {:g} seconds"
 
 
 def server_config(app: FastAPI, *, log_level: str = "warning") -> uvicorn.Config:
@@ -68,7 +69,12 @@ class Connection(HttpToolsProtocol):
         """Some bytes: of a head, of a body, or of several requests in a row."""
         before, self._data = self._num_heads, data
         super().data_received(data)
-        if self._head_timer is None or self._num_heads != before or self.transport.is_closing():
+        if self.transport.is_closing() or self.transport.get_protocol() is not self:
+            return
+        if self._head_timer is None:
+            self._stay_idle()
+            return
+        if self._num_heads != before:
             return
         self._head_bytes += len(data)
         if self._head_bytes > HEAD_BYTES:
@@ -129,8 +135,20 @@ class Connection(HttpToolsProtocol):
     def _await_head(self) -> None:
         self._end_head()
         self._head_bytes = 0
-        late = ApiError(408, f"headers: not complete after {HEAD_SECONDS:g} seconds", code="headers_timeout")
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._refuse, late)
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._refuse_late)
+
+    def _refuse_late(self) -> None:
+        if self._is_answering():  # it may be that nothing is read before that is over
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._refuse_late)
+        else:
+            self._refuse(ApiError(408, LATE.format(HEAD_SECONDS), code="headers_timeout"))
+
+    def _stay_idle(self) -> None:
+        """What came was no beginning (a line break, the body of a request that is answered), so time goes on."""
+        if self._answered is not None and self._answered.response_complete:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _end_head(self) -> None:
         if self._head_timer is not None:
@@ -207,7 +225,7 @@ class Unmoved(H11Protocol):
         if not begun or self.transport.is_closing():
             self._end_head()
         elif self._head_timer is None:
-            late = ApiError(408, f"headers: not complete after {HEAD_SECONDS:g} seconds", code="headers_timeout")
+            late = ApiError(408, LATE.format(HEAD_SECONDS), code="headers_timeout")
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self._refuse, late)
 
     def _end_head(self) -> None:

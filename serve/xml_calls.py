@@ -52,7 +52,8 @@ def read_xml_call(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> dict[s
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
     named = schema.get("type", [])
     kinds = [named] if isinstance(named, str) else named if isinstance(named, list) else []
-    if kinds == ["string"] or text in schema.get("enum", ()):
+    words = schema.get("enum")
+    if kinds == ["string"] or (isinstance(words, list) and text in words):
         return text
     try:
         value = json.loads(text, parse_constant=_refuse)

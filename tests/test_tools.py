@@ -125,6 +125,33 @@ def test_calls_are_read_out_of_the_answer(said: str, template: str, expected: An
             assert whole(running, **body) == streamed(running, **body) == expected
 
 
+@pytest.mark.parametrize(
+    "field", ['"name": []', '"name": "clock", "arguments": {"at": NaN}', '"name": "clock", "arguments": {"at": 1e999}']
+)
+def test_what_no_json_of_a_clients_can_hold_is_no_call(field: str):
+    body = "{" + field + "}"
+    marked = f"<tool_call>{body}</tool_call>"
+    for form, text in (
+        ("hermes", marked),
+        ("llama", body.replace("arguments", "parameters")),
+        ("mistral", f"[{body}]"),
+    ):
+        parser = CallParser(ToolUse(form, frozenset({"clock"})))  # type: ignore[arg-type]
+        assert (parser.push(text) + parser.finish(), parser.calls) == (text, [])
+
+
+def test_half_a_surrogate_pair_in_a_call_is_spelled_as_the_model_did():
+    parser = CallParser(ToolUse("llama", frozenset({"clock"})))
+    assert parser.push('{"name": "clock", "parameters": {"at": "\\ud83d é"}}') + parser.finish() == ""
+    assert parser.calls[0].arguments.encode("utf-8") == '{"at": "\\ud83d é"}'.encode()
+
+
+def test_an_enum_that_is_none_makes_an_argument_no_less_readable():
+    told = {"clock": {"properties": {"at": {"enum": 5}}}}
+    call = read_xml_call("<function=clock>\n<parameter=at>\nx\n</parameter>\n</function>", told)
+    assert call["arguments"] == {"at": "x"}
+
+
 def test_the_closing_mark_inside_a_string_ends_no_call():
     arguments = {"city": "a </tool_call> b", "days": "</tool_call>"}
     said = f"<tool_call>{json.dumps({'name': 'weather', 'arguments': arguments})}</tool_call>"

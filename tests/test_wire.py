@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from serve.wire import Connection
 from tests.server import DEADLINE_S, MODEL, ScriptedEngine, Served, eventually, says, serving
 
 BODY = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2}).encode()
@@ -139,6 +140,22 @@ def test_a_head_that_takes_too_long_is_refused_and_silence_is_cut_off(monkeypatc
         # Bytes that nobody has asked for would be taken for the answer to what the client sends next.
         assert said(served, []) == b""
         assert served.post(prompt="x").status_code == 200
+
+
+def test_a_line_break_keeps_no_connection_open(served: Served, monkeypatch: pytest.MonkeyPatch):
+    seconds = property(lambda self: 0.2, lambda self, value: None)
+    monkeypatch.setattr(Connection, "timeout_keep_alive", seconds, raising=False)
+    get = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+    assert said(served, [get, b"\r\n"]).endswith(b'"}')
+    assert b"404" in said(served, [b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n", b"a" * 5])
+
+
+def test_a_head_that_begins_amid_an_answer_waits_as_long_as_that_takes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("serve.wire.HEAD_SECONDS", 0.05)
+    with serving(ScriptedEngine(step_s=0.002)) as served:
+        answer = said(served, [long_request(stream=True), b"GET /"])
+        assert b"[DONE]" in answer
+        assert answer.endswith(b'"headers_timeout"}}')
 
 
 @pytest.mark.parametrize(
