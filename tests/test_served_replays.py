@@ -105,6 +105,17 @@ def test_without_kernels_every_decode_step_is_replayed_too_and_no_promise_is_mad
     assert len(texts) == 16
 
 
+def test_steps_launched_ahead_are_replayed_too_and_say_the_same():
+    _, stats, texts = run_arm("--overlap")
+    check_arm_replayed_every_step(
+        decode_steps=stats["decode_steps"], replayed=stats["replayed"], reasons=stats["eager"]
+    )
+    check_no_cold_captures(captures_after_ready=stats["captures_after_ready"])
+    assert stats["steps_ahead"] > stats["decode_steps"] // 2
+    assert (stats["running"], stats["waiting"], stats["kv_tokens"]) == (0, 0, 0)
+    assert texts == run_arm()[2]
+
+
 def test_gathered_rows_replay_every_decode_step_without_a_move():
     _, stats, _ = run_arm("--gather-rows")
     check_arm_replayed_every_step(
