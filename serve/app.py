@@ -24,7 +24,7 @@ from reference.request import Engine
 from reference.tokenizer import Tokenizer
 from serve.access import Access, Sink, note_answers
 from serve.answer import Answer, best
-from serve.bodies import B, read_body
+from serve.bodies import B, BodyReader
 from serve.errors import NOT_FOUND, ApiError, from_value_error, install_error_handlers, shown
 from serve.events import EventWriter, sse
 from serve.guard import install_guards
@@ -124,6 +124,8 @@ class Api:
         self._max_model_len = max_model_len
         self._limits = limits_of(tokenizer, max_model_len=max_model_len, max_answers=loop.max_open)
         self._server_limits = limits
+        self._bodies = BodyReader(max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
+        loop.on_stop = self._bodies.stop
         self._guides = Guides(tokenizer)
         self._created = int(time.time())
         self._boot = boot
@@ -215,8 +217,7 @@ class Api:
 
     async def _body(self, request: Request, kind: type[B]) -> B:
         """The request's JSON as a checked body, for the model that is served."""
-        limits = self._server_limits
-        body = await read_body(request, kind, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
+        body = await self._bodies.read(request, kind)
         model = getattr(body, "model", None)
         if model is not None:
             self._check_model(model)

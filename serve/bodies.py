@@ -3,7 +3,7 @@
 A client that sends a byte a second holds its own connection and nothing else; one that sends too much is told before
 the rest has come. It knows the bodies by their base class alone.
 
-Proof: tests/test_http_cases.py. Story: limits.
+Proof: tests/test_http_cases.py, tests/test_shutdown.py. Story: limits.
 """
 
 from __future__ import annotations
@@ -14,12 +14,48 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from serve.errors import ApiError, bad_request, from_validation_error, shown
+from serve.errors import ApiError, bad_request, from_validation_error, shown, unavailable
 from serve.messages import Body
 from serve.nested import GivenTwice, parse
 from serve.stream import ClientGone
 
 B = TypeVar("B", bound=Body)
+
+
+class BodyReader:
+    """Reads the bodies of one server, which a shutdown does not wait for."""
+
+    def __init__(self, *, max_bytes: int, timeout_s: float) -> None:
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._reading: set[asyncio.Task[Any]] = set()
+        self._stopped = False
+
+    async def read(self, request: Request, kind: type[B]) -> B:
+        """The request's JSON as a body of this kind.
+
+        Raises:
+            ApiError: as `read_body`, and 503 when the server stops before it has come.
+            ClientGone: the client left before the body's end.
+        """
+        if self._stopped:
+            raise _stopping()
+        task = asyncio.ensure_future(read_body(request, kind, max_bytes=self._max_bytes, timeout_s=self._timeout_s))
+        self._reading.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._stopped:
+                raise _stopping() from None
+            raise
+        finally:
+            self._reading.discard(task)
+
+    def stop(self) -> None:
+        """Refuse what has not come, and all that is still to come."""
+        self._stopped = True
+        for task in self._reading:
+            task.cancel()
 
 
 async def read_body(request: Request, kind: type[B], *, max_bytes: int, timeout_s: float) -> B:
@@ -61,6 +97,10 @@ async def read_json(request: Request, *, max_bytes: int, timeout_s: float) -> An
         raise bad_request(str(error), param=error.name) from None
     except ValueError as error:
         raise bad_request(f"body: {error}") from None
+
+
+def _stopping() -> ApiError:
+    return unavailable("the server is shutting down", code="shutting_down")
 
 
 async def _collect(request: Request, max_bytes: int) -> bytearray:

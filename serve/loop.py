@@ -94,6 +94,7 @@ class EngineLoop:
         self._reserved = 0  # answers that are being prepared; the engine's thread reads it
         self._idle = asyncio.Event()
         self._stopping = False
+        self.on_stop: Callable[[], None] = lambda: None  # for who prepares what will not be taken
         self._watchdog: asyncio.Task[None] | None = None
         # Owned by the engine's thread; the other one only reads, whole references at a time.
         self._routes: dict[str, tuple[Ticket, int]] = {}
@@ -117,6 +118,7 @@ class EngineLoop:
     async def stop(self, *, drain_s: float) -> None:
         """Take nothing new, let open answers end for `drain_s` seconds, fail the rest, and join the thread."""
         self._stopping = True
+        self.on_stop()
         try:
             await asyncio.wait_for(self._idle.wait(), drain_s)
         except asyncio.TimeoutError:

@@ -89,6 +89,22 @@ def test_a_whole_reply_that_cannot_end_in_time_is_a_503_in_the_envelope():
     assert replies[0].json()["error"]["code"] == "shutting_down"
 
 
+def test_a_body_that_has_not_come_is_refused_and_not_waited_for():
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+    with (
+        draining(ScriptedEngine(), drain_s=10 * DEADLINE_S) as (server, url),
+        socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=DEADLINE_S) as client,
+    ):
+        client.sendall(head)
+        eventually(lambda: bool(server.server_state.tasks))
+        server.handle_exit(signal.SIGTERM, None)
+        answer = b""
+        while more := client.recv(2**16):
+            answer += more
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b'"shutting_down"' in answer
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_process_with_an_open_stream_ends_in_order(number: signal.Signals):
     with served("--served-model-name", MODEL, "--drain-timeout", "2") as (process, url, _):
