@@ -49,7 +49,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0  # of the one that has not ended, after the read in which it began
         self._head_timer: asyncio.TimerHandle | None = None  # None: no head is waited for
         self._answered: RequestResponseCycle | None = None  # the first of those that are not over
-        self._reader_timer: asyncio.TimerHandle | None = None  # None: it takes what comes
+        self._reader = _Reader()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has come, and is to say what it wants."""
@@ -83,12 +83,11 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """More waits for the client than it should; nothing is added until it has taken most of that."""
         super().pause_writing()
-        self._watch_reader(None)
+        self._reader.watch(self.transport)
 
     def resume_writing(self) -> None:
         """It has."""
-        if self._reader_timer is not None:
-            self._reader_timer.cancel()
+        self._reader.leave()
         super().resume_writing()
 
     def on_message_begin(self) -> None:
@@ -155,13 +154,6 @@ class Connection(HttpToolsProtocol):
             self._head_timer.cancel()
         self._head_timer = None
 
-    def _watch_reader(self, before: int | None) -> None:
-        waiting = self.transport.get_write_buffer_size()
-        if before is not None and waiting >= before:
-            self.transport.abort()
-        else:
-            self._reader_timer = self.loop.call_later(STALLED_SECONDS, self._watch_reader, waiting)
-
     def _refuse(self, error: ApiError) -> None:
         """Answer and hang up; only hang up where the bytes would be taken for another's answer, or for an early one."""
         asked = self._num_heads > 0 or error.status == 400
@@ -175,6 +167,27 @@ class Connection(HttpToolsProtocol):
         if cycle is None or cycle.response_complete:
             return False
         return cycle.response_started or not cycle.more_body
+
+
+class _Reader:
+    """A client for which more waits than it should: it goes on taking, or it is hung up on."""
+
+    def __init__(self) -> None:
+        self._timer: asyncio.TimerHandle | None = None  # None: it takes what comes
+
+    def watch(self, transport: asyncio.Transport, before: int | None = None) -> None:
+        """Look again later; `before` are the bytes that waited the last time."""
+        waiting = transport.get_write_buffer_size()
+        if before is not None and waiting >= before:
+            transport.abort()
+        else:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(STALLED_SECONDS, self.watch, transport, waiting)
+
+    def leave(self) -> None:
+        """It has taken enough, or is gone."""
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class _AnyLength(int):
@@ -197,10 +210,12 @@ class Unmoved(H11Protocol):
         super().__init__(*args, **named)
         self.ws_protocol_class = None
         self._head_timer: asyncio.TimerHandle | None = None  # of a head that has begun and not ended
+        self._reader = _Reader()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone."""
         self._end_head()
+        self._reader.leave()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -212,6 +227,16 @@ class Unmoved(H11Protocol):
         """An answer is over, and what came behind its request is looked at."""
         super().on_response_complete()
         self._time_head()
+
+    def pause_writing(self) -> None:
+        """More waits for the client than it should; nothing is added until it has taken most of that."""
+        super().pause_writing()
+        self._reader.watch(self.transport)
+
+    def resume_writing(self) -> None:
+        """It has."""
+        self._reader.leave()
+        super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn's answer to what the parser refused, which it calls while it handles the parser's exception."""

@@ -184,7 +184,8 @@ def test_a_connection_that_was_handed_over_keeps_its_bounds_and_its_envelope(
     assert "Traceback" not in caplog.text
 
 
-def test_a_client_that_stops_reading_is_hung_up_on(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("offer", [b"", H2C])
+def test_a_client_that_stops_reading_is_hung_up_on(offer: bytes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("serve.wire.STALLED_SECONDS", 0.05)
     asked = {"model": MODEL, "prompt": "x", "max_tokens": 20_000, "logprobs": 20, "ignore_eos": True, "stream": True}
     body = json.dumps(asked).encode()
@@ -192,7 +193,8 @@ def test_a_client_that_stops_reading_is_hung_up_on(monkeypatch: pytest.MonkeyPat
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(DEADLINE_S)
         client.connect(("127.0.0.1", served.port))
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + offer + b"content-length: %d\r\n\r\n" % len(body)
+        client.sendall(head + body)
         eventually(lambda: served.health()["open"] == 1)
         eventually(served.is_idle)  # long before its last token
         assert 'finished_reason="abort"' in served.http.get("/metrics").text
