@@ -166,6 +166,16 @@ def test_a_step_is_launched_before_the_one_before_is_read(monkeypatch: pytest.Mo
     assert told == ["launch 0", "launch 1", "read", "launch 2", "read", "launch 3", "read", "read"]
 
 
+def test_a_step_in_flight_names_every_block_that_it_writes():
+    engine = tiny_engine(num_blocks=8, block_size=4, overlap=True)
+    engine.submit(asked("one", 6, 9))
+    written = []
+    for _ in range(4):
+        engine.step()
+        written.append(sorted(engine.cache.tables[0].blocks.index(block) for block in engine.overlap.written))
+    assert written == [[0, 1], [1], [1], [2]], "of a prompt of six tokens in blocks of four, then a token a step"
+
+
 def test_an_end_by_length_is_foreseen_and_its_row_is_given_on_at_once():
     lengths = (4, 9, 2, 7, 5, 3)
     engines = [tiny_engine(max_batch_size=2, num_blocks=12, overlap=on) for on in (False, True)]
