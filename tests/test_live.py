@@ -142,7 +142,7 @@ def test_a_step_that_also_computes_a_prompt_is_in_no_bucket():
 
 def test_frames_arrive_over_http_and_recording_ends_with_the_last_viewer():
     engine = small_engine(compact_rows=True)
-    with serving(Slow(engine)) as served:
+    with serving(Slow(engine, 0.03)) as served:  # a step takes so long that frames fall into an answer
         with served.http.stream("GET", "/steps") as reply:
             assert reply.headers["content-type"].startswith("text/event-stream")
             lines = (json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {"))
