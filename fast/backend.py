@@ -229,6 +229,15 @@ def why_no_kernels(*, dtype: torch.dtype, device: torch.device | str, block_size
     return ""
 
 
+def compiled_before() -> bool:
+    """Whether compiled kernels of these very sources lie on disk; a start without them takes half a minute more."""
+    import numba
+
+    import fast.kernels  # noqa: F401  it names the folder
+
+    return any(Path(numba.config.CACHE_DIR).glob("**/*.nbi"))  # type: ignore[attr-defined]
+
+
 def facts_of(forward: AnyForward) -> dict[str, Any]:
     """What a forward is and what it promises, as plain values for `/health`."""
     if isinstance(forward, (KernelBackend, GPUForward)):

@@ -114,11 +114,9 @@ def boot(args: argparse.Namespace) -> tuple[LoadedModel, Engine]:
     with returned_at_once():
         weights, loaded, engine = _load_and_build(args)
     print(boot_line(weights, engine, args, seconds=time.perf_counter() - start), file=sys.stderr)
-    if engine.max_model_len < (args.max_model_len or loaded.config.max_positions):
-        wanted = args.max_model_len or loaded.config.max_positions
-        print(
-            f"note: a request may have {engine.max_model_len:,} tokens, not {wanted:,}: {WHY_LOWERED}", file=sys.stderr
-        )
+    most, wanted = engine.max_model_len, args.max_model_len or loaded.config.max_positions
+    if most < wanted:
+        print(f"note: a request may have {most:,} tokens, not {wanted:,}: {WHY_LOWERED}", file=sys.stderr)
     if args.trace is not None:
         attach_trace(engine, args.trace, model=args.model, config=loaded.config)
     return loaded, engine
@@ -126,10 +124,14 @@ def boot(args: argparse.Namespace) -> tuple[LoadedModel, Engine]:
 
 def _load_and_build(args: argparse.Namespace) -> tuple[str, LoadedModel, Engine]:
     """What was loaded in words, the model without its weights, and the engine that has them."""
+    from fast.backend import compiled_before
+
     loaded = load_model(args.model)
     weights = weights_line(loaded)
     try:
         chosen = backend(args, loaded)
+        if args.engine == "fast" and chosen.get("kernels") and not compiled_before():
+            print("compiling the kernels, once: about half a minute (they are kept on disk)", file=sys.stderr)
         if chosen["half_weights"]:
             loaded = round_weights(loaded)
         engine = build_engine(

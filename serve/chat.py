@@ -125,9 +125,8 @@ def _turn(conversation: Conversation, text: str, *, out: TextIO, notes: TextIO) 
 
 def _summary(answer: Continuation, seconds: float, limit: int) -> str:
     num_tokens, prompt = len(answer.token_ids), len(answer.request.prompt_ids)
-    line = (
-        f"[{num_tokens} tokens, {num_tokens / max(seconds, 1e-9):.1f} tokens/s, {prompt + num_tokens:,} of {limit:,}]"
-    )
+    rate = num_tokens / max(seconds, 1e-9)
+    line = f"[{num_tokens} tokens, {rate:.1f} tokens/s, {prompt + num_tokens:,} of {limit:,} in the context]"
     if answer.error is not None:
         return f"{line} the engine failed: {answer.error}"
     if answer.finish_reason == "length" and prompt + num_tokens >= limit:

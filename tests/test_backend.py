@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fast.backend import KernelBackend, default_threads, physical_cores, why_no_kernels
+from fast.backend import KernelBackend, compiled_before, default_threads, physical_cores, why_no_kernels
 from fast.engine import Engine
 from fast.kernels.pool import KernelPool
 from fast.pool import plan_pool
@@ -183,6 +183,18 @@ def test_a_configured_cache_folder_is_used(tmp_path):
     env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     ran = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
     assert Path(ran.stdout.strip()).parent == tmp_path, ran.stderr
+
+
+def test_kernels_count_as_compiled_when_their_code_lies_on_disk(tmp_path, monkeypatch):
+    import numba
+
+    import fast.kernels  # noqa: F401
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert not compiled_before()
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "a_kernel.nbi").touch()
+    assert compiled_before()
 
 
 # ---- rejects ------------------------------------------------------------------------------------------------------

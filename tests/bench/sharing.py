@@ -71,7 +71,7 @@ def behind() -> list[dict[str, Any]]:
 
 
 def tight() -> list[dict[str, Any]]:
-    """Sixteen requests of 60 to 75 and 120 tokens, in a pool that holds them all and in one of a third of that."""
+    """Sixteen prompts of 60 to 75 tokens, answers of 120, in a pool that holds them all and in one of a third of it."""
     found = []
     for name, blocks, reserve in (("roomy", 900, False), ("tight", 60, False), ("tight, room kept to grow", 60, True)):
         engine = fixed_engine(rows=16, num_blocks=blocks, max_model_len=900, reserve_growth=reserve)

@@ -101,7 +101,7 @@ LESSONS = (
         "sampling",
         draw_token,
         "Draw by inverse CDF in id order: the first id whose running mass exceeds u times the whole.",
-        "cumsum, compare, first True. u times the mass may round up to the mass itself; then the last id is meant.",
+        "cumsum, compare, first True. u times the mass may round up to all of it; then take the last id with any mass.",
         both_engines,
         "lockstep",
         draft="return int(kept.argmax())",
