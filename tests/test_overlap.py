@@ -271,6 +271,15 @@ def test_a_published_block_holds_what_the_host_knows():
     assert len(ahead.prefix) == len(plain.prefix) > 0, "what a plain engine publishes, and nothing that was dropped"
 
 
+def test_a_block_that_fills_as_its_row_is_given_back_is_published():
+    published = []
+    for on in (True, False):
+        engine = tiny_engine(num_blocks=20, block_size=4, overlap=on, prefix_cache=True)
+        engine.generate([asked("ends", 4, 5), asked("goes on", 3, 12)])  # the first stores eight tokens
+        published.append(len(engine.prefix or ()))
+    assert published[0] == published[1]
+
+
 @pytest.mark.parametrize("blocks", [16, 9], ids=["room", "preempted"])
 def test_a_trace_of_steps_ahead_is_whole(blocks: int, tmp_path: Path):
     """The reader's gates follow every row and block, those that are given back in flight too."""

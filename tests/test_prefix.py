@@ -247,6 +247,8 @@ def test_a_prompt_waits_for_whoever_computes_its_next_block_and_for_nobody_who_c
     assert cache.leaders(rows) == [0, 1, 0, 3]
     last = [*first[:5]]  # its third block is not full, so the second is the last that another can compute for it
     assert cache.leaders([rows[0], (equal, last[:4], 2), (equal, last, 2)]) == [0, 1, 0]
+    past = (inside, first, 4)  # whose second block cannot be found, though it is computed: nobody computes it again
+    assert cache.leaders([past, (equal, first, 2)]) == [0, 1]
 
 
 def test_nothing_is_published_behind_a_block_whose_name_another_prefix_has():

@@ -141,6 +141,22 @@ def test_a_scored_prompt_finds_nothing_and_leaves_its_blocks_to_others():
     assert (fresh.stats()["prefix_hit_tokens"], first.token_ids) == (20, second.token_ids)
 
 
+def test_a_prompt_that_is_preempted_half_scored_finds_nothing_of_what_others_published_past_that():
+    engine = tiny_engine(**SMALL, chunk_tokens=4, prefix_cache=True)
+    asked = request("a", 22)
+    engine.generate([replace(asked, params=replace(asked.params, prompt_logprobs=None))])
+    engine.submit(asked)
+    engine.step()
+    engine.scheduler._preempt(engine._open["a"])
+    got = Completion(asked.id, asked.prompt_ids)
+    while engine.has_work:
+        for event in engine.step():
+            got.add(event)
+    [alone] = tiny_reference(max_model_len=60).generate([asked])
+    assert [p and p.rank for p in scored(got)] == [p and p.rank for p in scored(alone)]
+    assert got.token_ids == alone.token_ids
+
+
 @pytest.mark.parametrize("length", [1, 2, 9, 60])
 def test_a_request_of_no_token_ends_with_its_prompt(length: int):
     for engine in (tiny_engine(**SMALL, chunk_tokens=4), tiny_reference(max_model_len=60)):
