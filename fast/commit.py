@@ -51,6 +51,8 @@ class Commit:
             self._overlap.committed += 1
             if event.finish_reason is not None:
                 sequence.ended_at = len(sequence.tokens)
+                if sequence.prefix is not None:
+                    sequence.prefix.doubtful = event.finish_reason == "error"
                 self._give_back(sequence)
             events.append(event)
         if self._overlap.on:

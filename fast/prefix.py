@@ -42,6 +42,7 @@ class Prefix:
     names: list[int] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     own: int = 0
+    doubtful: bool = False  # its answer ended with an error: its logits may have been no numbers, and so its K/V
     apart: bool = False  # logits of its tokens are to be read, so it computes them all: it finds and follows nothing
     idle: tuple[int, int, int] = (0, 0, 0)  # (entries, turns, idle ones among them) when `PrefixCache.idle` counted
 
@@ -157,6 +158,16 @@ class PrefixCache:
             if behind[place] == place:
                 ahead.append((place, at, names))
         return behind
+
+    def give_up(self, prefix: Prefix) -> None:
+        """Forget what a sequence leaves behind, from its first block on that nobody holds any more.
+
+        Where a token has made NaN, weights of zero have carried it to the tokens before it in the same tile as well.
+        """
+        idle = next((one.block for one in self._live(prefix) if not self.allocator.holders(one.block)), None)
+        if idle is not None:
+            self._evicted(idle)
+            self.allocator.drop(idle)
 
     def publish(
         self, prefix: Prefix, tokens: Sequence[int], blocks: Sequence[int], *, computed: int

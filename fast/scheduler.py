@@ -380,6 +380,8 @@ class Scheduler:
 
     def _forget_prefix(self, sequence: Sequence) -> None:
         if sequence.prefix is not None:
+            if self.prefix is not None and sequence.prefix.doubtful:
+                self.prefix.give_up(sequence.prefix)
             sequence.prefix.forget(apart=sequence.reads_prompt)
 
     def _leave(self, row: int, sequence: Sequence) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from gates.prefix import (
 )
 from reference.request import Request, SamplingParams
 from reference.weights import random_weights
-from tests.harness import lockstep, tiny_config, tiny_engine
+from tests.harness import TINY, lockstep, tiny_config, tiny_engine, tiny_weights
 from tests.server import BOS, EOS, VOCAB, serving
 from tests.traces import ALL_ON, Arrival, Trace
 
@@ -249,6 +250,22 @@ def test_a_prompt_waits_for_whoever_computes_its_next_block_and_for_nobody_who_c
     assert cache.leaders([rows[0], (equal, last[:4], 2), (equal, last, 2)]) == [0, 1, 0]
     past = (inside, first, 4)  # whose second block cannot be found, though it is computed: nobody computes it again
     assert cache.leaders([past, (equal, first, 2)]) == [0, 1]
+
+
+@pytest.mark.parametrize("how", [{}, {"overlap": True}, {"kernels": True, "block_size": 16}], ids=str)
+def test_a_prompt_whose_logits_are_no_numbers_leaves_nothing_to_those_that_begin_as_it_does(how: dict[str, Any]):
+    weights = tiny_weights()
+    embedding = weights.embedding.clone()
+    embedding[60] = float("nan")
+    sizes = {"block_size": 4, "num_blocks": 12, "max_model_len": 64, "prefix_cache": True} | how
+    engine = Engine.build(TINY, replace(weights, embedding=embedding), **sizes)
+    begin = tuple(range(7, 7 + sizes["block_size"]))
+    ends = []
+    for name, prompt in (("bad", (*begin, 60, 9)), ("other", (*begin, 4)), ("found", (*begin, 5))):
+        [answer] = engine.generate([Request(prompt, SamplingParams(3, temperature=0.0, ignore_eos=True), name)])
+        ends.append(answer.finish_reason)
+    assert ends == ["error", "length", "length"]
+    assert engine.stats()["prefix_hit_tokens"] == sizes["block_size"]
 
 
 def test_nothing_is_published_behind_a_block_whose_name_another_prefix_has():
