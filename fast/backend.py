@@ -82,7 +82,6 @@ class KernelBackend:
         self.half_kv = cache.kernel_pool is not None and cache.kernel_pool.half
         inputs = DecodeInputs(max_batch_size=1, sink_slot=cache.sink_slot)
         logits = self.decode(warmup_plan((1, 1), slot_table=cache.slot_table, inputs=inputs), cache)
-        self.highest(logits)
         self.draw(logits, Work.none(logits.shape[1]))
         self._ready = True
 
@@ -103,13 +102,6 @@ class KernelBackend:
         logits = self._forward.decode(plan, cache.kernel_pool)
         self._check_compiled(before)
         return logits
-
-    def highest(self, logits: Tensor) -> NDArray[np.int64]:  # [N, V] -> [N]
-        """Each row's id of the highest logit; see `fast.sampling.Chooser`."""
-        before = self._compiled()
-        tokens = self._forward.highest(logits)
-        self._check_compiled(before)
-        return tokens
 
     def draw(self, logits: Tensor, work: Work) -> tuple[NDArray[np.int64], NDArray[np.int64]]:  # [N, V] -> [n], [n]
         """The tokens of rows with work of their own; see `fast.sampling.Chooser`."""

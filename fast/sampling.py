@@ -85,9 +85,6 @@ class _Busy:
 class Chooser(Protocol):
     """What does the work of rows on behalf of `sample_rows`, with the meaning of the numpy code below."""
 
-    def highest(self, logits: Tensor) -> Ints:  # [N, V] -> [N]
-        """Each row's lowest id of the highest logit, or of its first NaN."""
-
     def draw(self, logits: Tensor, work: Work) -> tuple[Ints, Ints]:  # [N, V] -> [n], [n]
         """Each row's token, `NO_TOKEN` where every id is masked, and how many ids were left to draw from."""
 
@@ -110,8 +107,7 @@ def sample_rows(
     check_draw_position(positions=positions, known_tokens=known)
     raw = as_numpy(logits)
     # 1. Rows that take the highest raw logit.
-    # The lowest id among ties, and the first NaN where there is one.
-    tokens = raw.argmax(axis=1) if chooser is None else chooser.highest(logits)
+    tokens = raw.argmax(axis=1)  # the lowest id among ties, and the first NaN where there is one
     peak = raw[np.arange(len(raw)), tokens]
     usable, masked = peak < np.inf, peak == -np.inf
     allowed = _allowed(rows, index)

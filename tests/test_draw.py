@@ -48,22 +48,6 @@ def both(logits: torch.Tensor, tenants: list[Sequence]) -> tuple[Sampled, Sample
 # ---- holds ----
 
 
-@pytest.mark.parametrize("size", [1, 15, 64, 511, 512, 513, 1100])
-def test_the_highest_is_the_first_of_its_equals_and_a_nan_is_higher_than_all(size: int) -> None:
-    rows = np.random.default_rng(size).integers(-9, 9, (9, size + 5)).astype(np.float32)
-    nan, inf = np.float32("nan"), np.float32("inf")
-    rows[1] = -inf
-    rows[2, size - 1] = 30.0
-    rows[3, [0, size // 2]] = inf, -inf
-    rows[4, size // 3], rows[4, size // 2], rows[4, size - 1] = nan, nan, inf
-    rows[5, 0], rows[5, size - 1] = inf, nan
-    rows[6] = nan
-    rows[7], rows[7, size - 1] = -inf, -3e38
-    rows[8, size // 2 :] = -rows[8, size // 2 :]
-    logits = torch.from_numpy(rows)[:, :size]
-    assert kernels().highest(logits).tolist() == rows[:, :size].argmax(axis=1).tolist()
-
-
 def test_the_exponential_is_within_two_units_of_the_last_place() -> None:
     x = np.concatenate([np.linspace(-707.9, 0, 200_001), np.linspace(-1, 0, 50_000)])
     true = np.exp(x)

@@ -1,9 +1,9 @@
-"""The next token of every row, a task a row: its highest logit, or its scores changed, weighed, cut, and drawn from.
+"""The next token of rows that do more than take their highest logit: changed, weighed, cut, and drawn, a task a row.
 
-A row with work of its own is its raw logits and a short list of ids whose score differs (penalties, biases, masked
-ids), and perhaps a mask over all of them. What follows is the numpy version in `fast.sampling`, in the same order and
-in float64: weights relative to the highest score, `min_p`, `top_k`, `top_p`, and the first id whose running mass passes
-the drawn number. Only the exponential is another one, within two units in the last place. It knows no request.
+A row is its raw logits and a short list of ids whose score differs (penalties, biases, masked ids), and perhaps a
+mask over all of them. What follows is the numpy version in `fast.sampling`, in the same order and in float64: weights
+relative to the highest score, `min_p`, `top_k`, `top_p`, and the first id whose running mass passes the drawn number.
+Only the exponential is another one, within two units in the last place. It knows no request.
 
 Proof: tests/test_draw.py. Story: sampling.
 """
@@ -18,71 +18,16 @@ import math
 import numpy as np
 from numba import njit
 
-from fast.kernels.kernel import kernel
 from fast.kernels.team import claim, close
-from fast.kernels.vector import LANES, add, get, lane_max, lane_sum, larger, load, splat
 from fast.sampling import NO_TOKEN
 
 PART = 512  # numbers that are weighed at once: they stay in a core's first cache
 FEW = 256  # a top_k up to here is found by a short sorted list
-_LEAST = np.float32(-np.inf)
 _LOG2_E = 1.0 / math.log(2.0)
 _LN2_HIGH, _LN2_LOW = 0.693147180369123816490, 1.90821492927058770002e-10
 _ROUNDER = 6755399441055744.0  # adding 1.5 * 2**52 leaves a whole number in the low bits
 _LOWEST = -708.0  # below it a weight is zero, not subnormal
 _EXP = tuple(1.0 / math.factorial(n) for n in range(13, -1, -1))
-
-
-@kernel
-def highest(words, phase, logits, stride, size, tokens):
-    """tokens [R] = the lowest id of the highest of logits.flat[r * stride :][:size], or its first NaN: numpy's argmax.
-
-    One phase of a team; returns the next.
-    """
-    rows, mine = tokens.size, 0
-    row = claim(words, phase, rows)
-    while row >= 0:
-        tokens[row] = _first_highest(logits, row * stride, size)
-        mine += 1
-        row = claim(words, phase, rows)
-    return close(words, phase, rows, mine)
-
-
-@kernel
-def _first_highest(x, begin, size):
-    """One look at every number, by parts, and a second one at the part that holds the highest."""
-    best, part = -np.inf, 0
-    for at in range(0, size, PART):
-        peak = _peak(x, begin + at, min(PART, size - at))
-        if not peak <= best:  # higher, or NaN
-            best, part = peak, at
-            if peak != peak:
-                break
-    for at in range(part, size):
-        value = get(x, begin + at)
-        if value == best or value != value:
-            return at
-    return 0
-
-
-@kernel
-def _peak(x, begin, count):
-    """The highest of x.flat[begin : begin + count], NaN if there is one."""
-    a = b = c = d = splat(_LEAST)
-    sums = splat(np.float32(0.0))
-    whole = count // (4 * LANES) * (4 * LANES)
-    for at in range(begin, begin + whole, 4 * LANES):
-        x0, x1, x2, x3 = load(x, at), load(x, at + LANES), load(x, at + 2 * LANES), load(x, at + 3 * LANES)
-        a, b, c, d = larger(a, x0), larger(b, x1), larger(c, x2), larger(d, x3)
-        sums = add(sums, add(add(x0, x1), add(x2, x3)))
-    peak, total = lane_max(larger(larger(a, b), larger(c, d))), lane_sum(sums)
-    # A maximum may lose a NaN, a sum does not; it may make one of its own, and so the numbers are looked at again.
-    for at in range(begin if total != total else begin + whole, begin + count):
-        value = get(x, at)
-        if value != value:
-            return value
-        peak = max(peak, value)
-    return peak
 
 
 @njit(nogil=True, cache=True)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fast.kernels.attention import GROUP_SIZES, attention
-from fast.kernels.draw import draw, highest
+from fast.kernels.draw import draw
 from fast.kernels.kernel import kernel
 from fast.kernels.linear import ADD, PANEL, PLAIN, STRIP, SWIGLU, Packed, interleave, linear, pack
 from fast.kernels.norm import norm
@@ -151,13 +151,6 @@ class KernelForward:
         self._run(plan.input_ids.numpy(), positions, plan.write_slots.numpy(), groups, runs, pool)
         return self._logits(self._hidden[:rows], self._decode_logits)
 
-    def highest(self, logits: Tensor) -> Ints:  # [R, V] -> [R]
-        """Each row's lowest id of the highest logit, or of its first NaN."""
-        flat, stride = _flat(logits)
-        tokens = np.empty(len(logits), np.int64)
-        self._team.run(highest, flat, stride, logits.shape[1], tokens)
-        return tokens
-
     def draw(self, logits: Tensor, work: Work) -> tuple[Ints, Ints]:  # [R, V] -> [n], [n]
         """Tokens of n rows with work of their own, and how many ids each was drawn from."""
         flat, stride = _flat(logits)
@@ -267,7 +260,7 @@ def _head(words, phase, hidden, final_norm, epsilon, size, strips, rows, head, l
 
 
 # What Python calls; each is compiled once for the types of its arguments.
-ENTRIES = (_layers, _head, highest, draw)
+ENTRIES = (_layers, _head, draw)
 
 
 def _parts(chunks: Sequence[Chunk], most: int) -> list[list[tuple[int, int, Chunk, int, int]]]:
