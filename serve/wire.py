@@ -39,7 +39,33 @@ def server_config(app: FastAPI, *, log_level: str = "warning") -> uvicorn.Config
     return uvicorn.Config(app, **kind, log_level=log_level, access_log=False)
 
 
-class Connection(HttpToolsProtocol):
+class _Bounded(asyncio.Protocol):
+    """What either parser's connection adds to uvicorn's: a timer on heads, and a watch on readers."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._head_timer: asyncio.TimerHandle | None = None  # None: no head is waited for
+        self._reader = _Reader()
+
+    def pause_writing(self) -> None:
+        """More waits for the client than it should; nothing is added until it has taken most of that."""
+        super().pause_writing()
+        self._reader.watch(self.transport)
+
+    def resume_writing(self) -> None:
+        """It has."""
+        self._reader.leave()
+        super().resume_writing()
+
+    def _end_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self._head_timer = None
+
+
+class Connection(_Bounded, HttpToolsProtocol):
     """One client's connection. uvicorn's own, with a bound on heads and an envelope for what cannot be parsed."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -47,9 +73,7 @@ class Connection(HttpToolsProtocol):
         self._data = b""  # being parsed
         self._num_heads = 0  # begun so far
         self._head_bytes = 0  # of the one that has not ended, after the read in which it began
-        self._head_timer: asyncio.TimerHandle | None = None  # None: no head is waited for
         self._answered: RequestResponseCycle | None = None  # the first of those that are not over
-        self._reader = _Reader()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has come, and is to say what it wants."""
@@ -79,16 +103,6 @@ class Connection(HttpToolsProtocol):
         self._head_bytes += len(data)
         if self._head_bytes > HEAD_BYTES:
             self._refuse(ApiError(431, f"headers: not complete after {HEAD_BYTES} bytes", code="headers_too_large"))
-
-    def pause_writing(self) -> None:
-        """More waits for the client than it should; nothing is added until it has taken most of that."""
-        super().pause_writing()
-        self._reader.watch(self.transport)
-
-    def resume_writing(self) -> None:
-        """It has."""
-        self._reader.leave()
-        super().resume_writing()
 
     def on_message_begin(self) -> None:
         """The parser saw a first byte."""
@@ -128,8 +142,8 @@ class Connection(HttpToolsProtocol):
         return True
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what the parser refused, which it calls while it handles the parser's exception."""
-        self._refuse(bad_request(f"request: not HTTP/1.1: {sys.exc_info()[1] or msg}", code="malformed_request"))
+        """uvicorn's answer to what the parser refused."""
+        self._refuse(_not_http(msg))
 
     def _await_head(self) -> None:
         self._end_head()
@@ -148,11 +162,6 @@ class Connection(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
-
-    def _end_head(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-        self._head_timer = None
 
     def _refuse(self, error: ApiError) -> None:
         """Answer and hang up; only hang up where the bytes would be taken for another's answer, or for an early one."""
@@ -203,14 +212,12 @@ class _AnyLength(int):
         return self
 
 
-class Unmoved(H11Protocol):
+class Unmoved(_Bounded, H11Protocol):
     """The connection of a client that offered another protocol; it stays with this one, whatever it offers."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.ws_protocol_class = None
-        self._head_timer: asyncio.TimerHandle | None = None  # of a head that has begun and not ended
-        self._reader = _Reader()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone."""
@@ -228,19 +235,9 @@ class Unmoved(H11Protocol):
         super().on_response_complete()
         self._time_head()
 
-    def pause_writing(self) -> None:
-        """More waits for the client than it should; nothing is added until it has taken most of that."""
-        super().pause_writing()
-        self._reader.watch(self.transport)
-
-    def resume_writing(self) -> None:
-        """It has."""
-        self._reader.leave()
-        super().resume_writing()
-
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what the parser refused, which it calls while it handles the parser's exception."""
-        self._refuse(bad_request(f"request: not HTTP/1.1: {sys.exc_info()[1] or msg}", code="malformed_request"))
+        """uvicorn's answer to what the parser refused."""
+        self._refuse(_not_http(msg))
 
     def _unsupported_upgrade_warning(self) -> None:
         """Nothing: a client may offer it with every request."""
@@ -252,11 +249,6 @@ class Unmoved(H11Protocol):
         elif self._head_timer is None:
             late = ApiError(408, LATE.format(HEAD_SECONDS), code="headers_timeout")
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self._refuse, late)
-
-    def _end_head(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-        self._head_timer = None
 
     def _refuse(self, error: ApiError) -> None:
         """Answer where nothing has been, and hang up."""
@@ -271,3 +263,8 @@ def last_words(error: ApiError, default_headers: Iterable[tuple[bytes, bytes]]) 
     headers = [*default_headers, *response.raw_headers, (b"connection", b"close")]
     head = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
     return STATUS_LINE[error.status] + head + b"\r\n" + bytes(response.body)
+
+
+def _not_http(msg: str) -> ApiError:
+    """What the parser said, in the exception that uvicorn handles while it calls for an answer; else its own `msg`."""
+    return bad_request(f"request: not HTTP/1.1: {sys.exc_info()[1] or msg}", code="malformed_request")
