@@ -215,7 +215,7 @@ class Engine:
             self.overlap.waits["abort"] += 1
             self._early += self._land(unheard)
         if sequence.ended_at is None:  # else it was over before it was aborted
-            self.scheduler.release(self._open[request_id])
+            self.scheduler.release(sequence)
             self._aborted.append(request_id)
 
     def step(self) -> list[Event]:
